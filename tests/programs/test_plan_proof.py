@@ -9,7 +9,6 @@ plans are real ones, made by the public calls, and are driven in turn by one thr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from collectives.programs import placement, program
 from collectives.runtime.session import Session
 from collectives.schedule.contracts import SPECS
 from tests.algorithms.catalogue import EVERY, settings
+from tests.covering import pairwise
 
 SIZES = [*range(1, 10), 12, 13]
 
@@ -145,46 +145,41 @@ def in_any_order(elements: list[str] | None) -> list[list[str]] | None:
     return None if elements is None else [sorted(element.split(";")) for element in elements]
 
 
-def labels(collective: str, name: str, size: int) -> Iterator[str]:
-    """The algorithm by its defaults, and with every other setting of one option that fits."""
+def labels(collective: str, name: str) -> Iterator[tuple[str, list[int]]]:
+    """The algorithm by its defaults, and with every other setting of one option; with its sizes."""
     entry = algorithms.info(collective, name)
-    if entry.serves(size):
-        yield name
+    yield name, [*filter(entry.serves, SIZES)]
     if "shards" in entry.options:  # these need other arrays: tests/algorithms/test_invariant.py
         return
     for setting in settings(collective, name):
         changed = {key: value for key, value in setting.items() if value != entry.options[key]}
-        if len(changed) == 1 and entry.serves(size, **changed):
-            yield f"{name}({', '.join(f'{key}={value}' for key, value in changed.items())})"
+        if len(changed) == 1:
+            label = f"{name}({', '.join(f'{key}={value}' for key, value in changed.items())})"
+            yield label, [size for size in SIZES if entry.serves(size, **changed)]
 
 
-def cases(collective: str, name: str, size: int) -> Iterator[tuple[str, int, int, bool]]:
-    """(label, root, length, in_place): all combinations by the defaults.
+def cases(collective: str, name: str) -> Iterator[tuple[str, int, int, int, bool]]:
+    """(label, size, root, length, in_place): for each label, all pairs of the others.
 
-    With other settings: each root with a short array, where blocks may be empty, and a long array,
-    in place and not.
+    Of a short array some blocks are empty.
     """
-    roots = sorted({0, size // 2, size - 1}) if SPECS[collective].is_rooted else [0]
-    long = 2 * size + 3
-    for label in labels(collective, name, size):
-        if label == name:
-            yield from product([label], roots, (5, long), (False, True))
-        else:
-            yield from product([label], roots, [5], [False])
-            yield from product([label], roots[-1:], [long], (False, True))
+    roots = (0, 1, 2) if SPECS[collective].is_rooted else (0,)
+    for label, sizes in labels(collective, name):
+        for size, root, is_long, in_place in pairwise(sizes, roots, (False, True), (False, True)):
+            places = 0, size // 2, size - 1
+            yield label, size, places[root], 2 * size + 3 if is_long else 5, in_place
 
 
 @pytest.mark.parametrize(("collective", "name"), [e for e in EVERY if e[0] != "barrier"])
 def test_every_element_arrives_through_bound_plans(collective: str, name: str) -> None:
     is_ordered, words = algorithms.info(collective, name).is_ordered, Words()
-    for size in SIZES:
-        for label, root, length, in_place in cases(collective, name, size):
-            layout = Layout(collective, size, length)
-            got, want = results(collective, label, layout, root, in_place, words)
-            if SPECS[collective].is_reduction and not is_ordered:
-                got, want = [[*map(in_any_order, rows)] for rows in (got, want)]
-            where = f"{label} on {size} ranks, root {root}, length {length}, {in_place=}"
-            assert got == want, where
+    for label, size, root, length, in_place in cases(collective, name):
+        layout = Layout(collective, size, length)
+        got, want = results(collective, label, layout, root, in_place, words)
+        if SPECS[collective].is_reduction and not is_ordered:
+            got, want = [[*map(in_any_order, rows)] for rows in (got, want)]
+        where = f"{label} on {size} ranks, root {root}, length {length}, {in_place=}"
+        assert got == want, where
 
 
 @pytest.fixture
