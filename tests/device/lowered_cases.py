@@ -95,15 +95,16 @@ class Case(NamedTuple):
         ]
 
     def lowered(self) -> list[DeviceProgram]:
-        is_barrier = self.collective == "barrier"
-        aliasings = [*map(self.aliasing, range(self.size))]
-        return lower(self.programs(), aliasings, staged=self.staged, is_barrier=is_barrier)
+        return [*self.call().lowered]
 
     def call(self, lowered: Sequence[DeviceProgram] | None = None) -> LoweredCall:
         """The call for the proof, with its own device programs or with others."""
+        programs, is_barrier = self.programs(), self.collective == "barrier"
         sizes = [Sizes(*self.lengths(rank), self.aliasing(rank)) for rank in range(self.size)]
-        is_barrier = self.collective == "barrier"
-        return LoweredCall(self.programs(), lowered or self.lowered(), sizes, is_barrier)
+        if lowered is None:
+            aliasings = [each.aliasing for each in sizes]
+            lowered = lower(programs, aliasings, staged=self.staged, is_barrier=is_barrier)
+        return LoweredCall(programs, lowered, sizes, is_barrier)
 
 
 def _anywhere(num_input: int, num_output: int, rank: int) -> Aliasing:
