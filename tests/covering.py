@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from itertools import combinations, product
 from typing import Any
 
-Row = tuple[int, ...]  # the position of a value of each parameter
+Row = tuple[Any, ...]  # a value of each parameter, or its position
 
 
 def pairwise(*values: Iterable[Any], where: Callable[..., bool] = lambda *_: True) -> list[Any]:

@@ -6,7 +6,7 @@ what it must get.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -20,6 +20,7 @@ from collectives import Communicator
 from collectives.arrays.operators import operators
 from collectives.schedule.contracts import SPECS
 from collectives.schedule.layout import even_counts
+from tests.covering import covering
 
 WHOLE = [name for name, spec in SPECS.items() if spec.has_pieces]  # these divide nothing
 REDUCTIONS = [name for name, spec in SPECS.items() if spec.is_reduction]
@@ -207,6 +208,24 @@ def same(got: Any, want: Any, what: object) -> None:
 def all_jobs(size: int) -> list[Job]:
     """Every algorithm on `size` ranks, as it stands and with other options."""
     return [job for each in ALGORITHMS for job in jobs_of(*each, size)]
+
+
+def some_jobs(
+    collective: str, sizes: Iterable[int], algorithm: Callable[[Job], Iterable[str]]
+) -> list[Job]:
+    """Jobs of a collective on these numbers of ranks, in which all pairs of properties occur.
+
+    The properties are the size, the rows, the root, whether it is in place, and what `algorithm`
+    makes of its algorithm.
+    """
+
+    def properties(job: Job) -> tuple[Any, ...]:
+        rows, is_last = (job.tail, bool(np.any(job.rows))), job.root == job.size - 1
+        return job.size, rows, is_last, job.is_in_place, *algorithm(job)
+
+    every = (job for size in sizes for job in all_jobs(size) if job.collective == collective)
+    jobs = {properties(job): job for job in every}
+    return [jobs[row] for row in covering([*jobs])]
 
 
 def jobs_of(collective: str, algorithm: str, size: int) -> list[Job]:

@@ -7,7 +7,7 @@ import random
 import time
 import weakref
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from collectives.engines.board import Board
 from tests import device_scenarios as scenarios
 from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fake_driver import gpu
-from tests.scenarios import COLLECTIVES, Job, all_jobs
+from tests.scenarios import COLLECTIVES, Job, all_jobs, some_jobs
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
 
@@ -49,8 +49,8 @@ def write(x: FakeDeviceArray, values: np.ndarray) -> None:
     BACKEND.copy(on_device(values), x)
 
 
-def algorithm(job: Job) -> tuple[str, str]:
-    return job.collective, (job.algorithm or "").partition("(")[0]
+def algorithm(job: Job) -> str:
+    return (job.algorithm or "").partition("(")[0]
 
 
 def check_sum(
@@ -64,14 +64,22 @@ def check_sum(
 # Results
 
 
-@pytest.mark.parametrize(("size", "queue_length"), [(2, 8), (3, 64), (4, 16), (5, 64)])
+QUEUE_LENGTHS = {2: 8, 3: 64, 4: 16, 5: 64}  # by the number of ranks
+
+
+@cache
+def jobs_of(collective: str) -> list[Job]:
+    """Each algorithm on each number of ranks, and of each kind; on some of them with options."""
+    return some_jobs(collective, QUEUE_LENGTHS, lambda job: job.algorithm.partition("(")[::2])
+
+
+@pytest.mark.parametrize("size", QUEUE_LENGTHS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_algorithm(collective: str, size: int, queue_length: int) -> None:
-    """One call of so many as there are ranks, but each algorithm."""
-    gpu().reset(seed=size, queue_length=queue_length)
-    some = all_jobs(size)[::size]
-    assert set(map(algorithm, some)) == set(map(algorithm, all_jobs(size)))
-    jobs = [job for job in some if job.collective == collective]
+def test_every_algorithm(collective: str, size: int) -> None:
+    gpu().reset(seed=size, queue_length=QUEUE_LENGTHS[size])
+    jobs = [job for job in jobs_of(collective) if job.size == size]
+    all_of_them = [job for job in all_jobs(size) if job.collective == collective]
+    assert {*map(algorithm, jobs)} == {*map(algorithm, all_of_them)}
 
     def every(comm: Communicator) -> None:
         for job in jobs:

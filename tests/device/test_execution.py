@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -31,7 +31,7 @@ from tests import device_scenarios as scenarios
 from tests.fake_device import BACKEND, FakeBackend, FakeDeviceArray, FakeStream, on_device, on_host
 from tests.fake_driver import gpu
 from tests.operator_scenarios import ordered_jobs, perform_in_order
-from tests.scenarios import COLLECTIVES, OPS, Job, all_jobs
+from tests.scenarios import COLLECTIVES, OPS, Job, all_jobs, some_jobs
 
 ON_GPU = sorted({d for dtypes in OPS.values() for d in dtypes} - {"longdouble", "clongdouble"})
 
@@ -58,12 +58,22 @@ def is_at_work_for(execution: Any) -> bool:
 
 # All algorithms
 
+QUEUE_LENGTHS = {1: 64, 2: 8, 3: 64, 4: 16, 5: 64}  # by the number of ranks
 
-@pytest.mark.parametrize(("size", "queue_length"), [(1, 64), (2, 8), (3, 64), (4, 16), (5, 64)])
+
+@cache
+def jobs_of(collective: str) -> list[Job]:
+    """Each algorithm, as it stands and with options, on each number of ranks and of each kind."""
+    return some_jobs(collective, QUEUE_LENGTHS, lambda job: [job.algorithm])
+
+
+@pytest.mark.parametrize("size", QUEUE_LENGTHS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_algorithm(collective: str, size: int, queue_length: int) -> None:
-    gpu().reset(seed=size, queue_length=queue_length)
-    jobs = [job for job in all_jobs(size) if job.collective == collective]
+def test_every_algorithm(collective: str, size: int) -> None:
+    gpu().reset(seed=size, queue_length=QUEUE_LENGTHS[size])
+    jobs = [job for job in jobs_of(collective) if job.size == size]
+    all_of_them = [job for job in all_jobs(size) if job.collective == collective]
+    assert {job.algorithm for job in jobs} == {job.algorithm for job in all_of_them}
 
     def every(comm: Communicator) -> None:
         for job in jobs:
@@ -447,11 +457,16 @@ def test_a_dtype_without_a_kernel_is_staged() -> None:
     assert is_staged()
 
 
-@pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 1)])
+@pytest.mark.parametrize(
+    ("hosts", "start"), [((0, 0, 1, 1), 0), ((0, 1, 1, 1), 5), ((0, 1, 0, 1), 10)]
+)
 def test_ranks_of_other_hosts_are_staged(
-    hosts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    hosts: tuple[int, ...], start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks see only what those of their own host show, and compile only their programs."""
+    """Ranks see only what those of their own host show, and compile only their programs.
+
+    Every fifth call of all is made with one of these hosts.
+    """
     right = Board.__init__
 
     def of_host(
@@ -463,7 +478,7 @@ def test_ranks_of_other_hosts_are_staged(
     monkeypatch.setattr(Board, "__init__", of_host)
 
     def body(comm: Communicator) -> str:
-        for job in all_jobs(comm.size)[::5]:
+        for job in all_jobs(comm.size)[start::15]:
             scenarios.perform_on_device(comm, job, on_device, on_host)
         return comm.explain("all_reduce", on_device(np.ones(3))).links
 
