@@ -1,6 +1,6 @@
 """What goes wrong on devices of ranks that are processes; `test_failures.py` starts it.
 
-Its first argument names one of the functions below.  All raise an error for what is wrong.
+Its arguments name some of the functions below.  All raise an error for what is wrong.
 """
 
 from __future__ import annotations
@@ -26,15 +26,11 @@ from collectives import Communicator
 from collectives.devices.watched import Watched
 from collectives.engines import Board, deadline_in, poll_until
 from tests.device.held_stream import hold, released
+from tests.device.programs import Programs
 from tests.fake_device import BACKEND, on_device, on_host
 from tests.fake_driver import gpu
 
-PROGRAMS: dict[str, Callable[[Communicator], None]] = {}
-
-
-def program(function: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
-    PROGRAMS[function.__name__] = function
-    return function
+PROGRAMS = Programs()
 
 
 def with_links(world: Communicator, **options: Any) -> Communicator:
@@ -97,7 +93,7 @@ def is_refused(comm: Communicator, kind: Any = collectives.CollectiveError) -> N
     comm.free()
 
 
-@program
+@PROGRAMS.together
 def a_device_that_is_waited_for_too_long(world: Communicator) -> None:
     for name in ("ring", "one_shot"):
         comm = with_links(world)
@@ -114,7 +110,7 @@ def a_device_that_is_waited_for_too_long(world: Communicator) -> None:
         is_refused(comm)
 
 
-@program
+@PROGRAMS.on_its_own
 def a_device_that_stands_still_after_any_operation(world: Communicator) -> None:
     """What is known to be complete is right, and if it is void all ranks know that.
 
@@ -122,7 +118,7 @@ def a_device_that_stands_still_after_any_operation(world: Communicator) -> None:
     """
     if "control" in sys.argv:
         Board.note_failure = lambda *_: None  # type: ignore[method-assign]
-    for name, step in (("ring", 3), ("one_shot", 1)):
+    for name, step in (("ring", 5), ("one_shot", 2)):  # test_cut_off.py draws many others
         after = 0
         while stands_still(world, name, after):
             after += step
@@ -149,7 +145,7 @@ def stands_still(world: Communicator, name: str, after: int) -> bool:
     return has_failed
 
 
-@program
+@PROGRAMS.together
 def a_message_that_is_waited_for_too_long(world: Communicator) -> None:
     comm, _ = with_a_message_of_a_frozen_rank(world)  # all ranks return
     after_failure(comm, thaw)
@@ -181,7 +177,7 @@ def pass_around(comm: Communicator, x: Any) -> Any:
     return comm.send_recv(x, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size)
 
 
-@program
+@PROGRAMS.together
 def a_time_limit_of_a_message_counts_from_the_moment_when_its_stream_comes_to_it(
     world: Communicator,
 ) -> None:
@@ -198,7 +194,7 @@ def a_time_limit_of_a_message_counts_from_the_moment_when_its_stream_comes_to_it
     comm.free()
 
 
-@program
+@PROGRAMS.together
 def a_time_limit_of_a_call_counts_from_the_moment_when_its_stream_comes_to_it(
     world: Communicator,
 ) -> None:
@@ -215,7 +211,7 @@ def a_time_limit_of_a_call_counts_from_the_moment_when_its_stream_comes_to_it(
     comm.free()
 
 
-@program
+@PROGRAMS.together
 def a_time_limit_of_a_call_ends_the_wait_of_a_device_though_nobody_waits_on_the_host(
     world: Communicator,
 ) -> None:
@@ -235,7 +231,7 @@ def a_time_limit_of_a_call_ends_the_wait_of_a_device_though_nobody_waits_on_the_
             is_refused(comm)
 
 
-@program
+@PROGRAMS.together
 def a_slow_peer_that_writes_smaller_values_back(world: Communicator) -> None:
     """The device of rank 1 makes the first run when those of the others have been let go.
 
@@ -268,7 +264,7 @@ def a_slow_peer_that_writes_smaller_values_back(world: Communicator) -> None:
     is_refused(comm)
 
 
-@program
+@PROGRAMS.together
 def a_stopped_rank(world: Communicator) -> None:
     comm = with_links(world)
     processes = world.all_gather(np.array([os.getpid()]))
@@ -285,7 +281,7 @@ def a_stopped_rank(world: Communicator) -> None:
     is_refused(comm)
 
 
-@program
+@PROGRAMS.together
 def a_driver_that_fails_in_the_middle_of_a_call(world: Communicator) -> None:
     """No rank waits for that one, though there is no time limit; also if compiled code calls."""
     for kind in ("call", "plan", "same arrays", "asynchronous"):
@@ -321,7 +317,7 @@ def call_and_synchronize(call: Callable[[], Any], comm: Communicator) -> None:
     comm.synchronize()
 
 
-@program
+@PROGRAMS.on_its_own
 def a_driver_that_fails_after_a_call_is_enqueued(world: Communicator) -> None:
     comm = with_links(world)
     freeze_rank_1(comm)
@@ -345,7 +341,7 @@ def a_driver_that_fails_after_a_call_is_enqueued(world: Communicator) -> None:
         comm.all_reduce(on_device(np.ones(6)))
 
 
-@program
+@PROGRAMS.on_its_own
 def a_rank_that_ends_with_calls_on_its_stream(world: Communicator) -> None:
     """Nobody's device waits for one that has ended."""
 
@@ -363,7 +359,7 @@ def a_rank_that_ends_with_calls_on_its_stream(world: Communicator) -> None:
     later(thaw)
 
 
-@program
+@PROGRAMS.together
 def a_child_process_does_not_wait_for_the_device_of_its_parent(world: Communicator) -> None:
     comm = with_links(world)
     with released() as word:
@@ -379,7 +375,7 @@ def a_child_process_does_not_wait_for_the_device_of_its_parent(world: Communicat
     comm.free()
 
 
-@program
+@PROGRAMS.on_its_own
 def a_rank_that_is_killed(world: Communicator) -> None:
     comm, other = with_links(world), with_links(world)
     other.all_reduce(on_device(np.ones(6)))
@@ -407,7 +403,7 @@ def a_rank_that_is_killed(world: Communicator) -> None:
     os._exit(0)
 
 
-@program
+@PROGRAMS.on_its_own
 def a_sender_that_is_killed(world: Communicator) -> None:
     comm, x = with_a_message_of_a_frozen_rank(world)
     world.barrier()
@@ -425,9 +421,4 @@ def a_sender_that_is_killed(world: Communicator) -> None:
 
 
 if __name__ == "__main__":
-    gpu().reset(seed=MPI.COMM_WORLD.rank, queue_length=400)
-    gpu().go_on_alone()
-    every_rank = collectives.world()
-    PROGRAMS[sys.argv[1]](every_rank)
-    gpu().check()
-    print(f"rank {every_rank.rank} is right")
+    PROGRAMS.run([name for name in sys.argv[1:] if name != "control"], queue_length=400)

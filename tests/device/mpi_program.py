@@ -1,6 +1,6 @@
 """Calls on devices of ranks that are processes; `test_over_mpi.py` starts it.
 
-Its argument names one of the functions below.  All raise an error for what is wrong.
+Its arguments name some of the functions below.  All raise an error for what is wrong.
 """
 
 from __future__ import annotations
@@ -21,35 +21,38 @@ import collectives
 from collectives import Communicator, devices
 from collectives.devices import ENVELOPE, allocations
 from tests import device_scenarios as scenarios
+from tests.device.programs import Programs
 from tests.device.test_again import calls_of_a_kind_under_way
 from tests.device.test_messages import random_messages
 from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fake_driver import gpu
-from tests.scenarios import all_jobs
+from tests.scenarios import COLLECTIVES, Job, some_jobs
 
-PROGRAMS: dict[str, Callable[[Communicator], None]] = {}
-
-
-def program(function: Callable[[Communicator], None]) -> Callable[[Communicator], None]:
-    PROGRAMS[function.__name__] = function
-    return function
+PROGRAMS = Programs()
 
 
 def links(comm: Communicator) -> Any:
     return comm._session.devices._links
 
 
-@program
+def jobs_on(*sizes: int) -> list[Job]:
+    """Each algorithm on each of these numbers of ranks, and of each kind."""
+    name_and_options = lambda job: job.algorithm.partition("(")[::2]  # noqa: E731
+    return [job for each in COLLECTIVES for job in some_jobs(each, sizes, name_and_options)]
+
+
+@PROGRAMS.on_its_own
 def every_algorithm(comm: Communicator) -> None:
-    for job in all_jobs(comm.size)[comm.size % 3 :: 3]:  # all of them run on threads
-        scenarios.perform_on_device(comm, job, on_device, on_host)
+    for job in jobs_on(2, 3, 4):
+        if job.size == comm.size:
+            scenarios.perform_on_device(comm, job, on_device, on_host)
     assert links(comm).staged == frozenset()
     assert BACKEND.bytes_to_host == gpu().bytes_copied["HtoD"] - 512 == 0
 
 
-@program
+@PROGRAMS.together
 def calls_again_on_the_same_arrays(comm: Communicator) -> None:
-    for job in all_jobs(comm.size)[::3]:
+    for job in jobs_on(comm.size):
         scenarios.perform_again(comm, job, on_device, on_host, write, num_runs=2)
     assert BACKEND.bytes_to_host == 0
     x, y, other = (on_device(np.ones(6)) for _ in range(3))
@@ -63,7 +66,7 @@ def calls_again_on_the_same_arrays(comm: Communicator) -> None:
     plan.free()
 
 
-@program
+@PROGRAMS.together
 def calls_of_a_kind_under_way_at_once(comm: Communicator) -> None:
     calls_of_a_kind_under_way(comm)
 
@@ -72,7 +75,7 @@ def write(x: FakeDeviceArray, values: np.ndarray) -> None:
     BACKEND.copy(on_device(values), x)
 
 
-@program
+@PROGRAMS.together
 def mixed_calls_and_plans(comm: Communicator) -> None:
     for _ in range(3):
         scenarios.mixed_program(comm, on_device, on_host)
@@ -83,7 +86,7 @@ def mixed_calls_and_plans(comm: Communicator) -> None:
         assert on_host(y).tolist() == [comm.size * k for k in range(5)]
 
 
-@program
+@PROGRAMS.together
 def memory_that_cannot_be_opened_is_copied(comm: Communicator) -> None:
     for name in ("ring", "one_shot"):
         x = on_device(np.arange(300.0), exportable=comm.rank % 2 == 1)
@@ -99,7 +102,7 @@ def memory_that_cannot_be_opened_is_copied(comm: Communicator) -> None:
     assert BACKEND.bytes_to_host == 0
 
 
-@program
+@PROGRAMS.on_its_own
 def handles_are_kept_and_closed(comm: Communicator) -> None:
     allocations.MOST_EXPORTED = 4
     for turn in range(40):
@@ -113,21 +116,23 @@ def handles_are_kept_and_closed(comm: Communicator) -> None:
     assert 0 < opened <= (comm.size - 1) * 8, opened
 
 
-@program
+@PROGRAMS.together
 def memory_of_a_plan_stays_open(comm: Communicator) -> None:
     """Though no run of the plan uses it for so long that other memory would be closed later."""
-    allocations.MOST_EXPORTED, size = 4, 1 << 17
+    size = 1 << 17
     x = on_device(np.ones(size))
     plan = comm.plan.all_reduce(x, out=x, algorithm="one_shot")
-    plan.run()
-    for _ in range(8):
-        comm.all_reduce(on_device(np.ones(size)), algorithm="one_shot")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allocations, "MOST_EXPORTED", 4)
+        plan.run()
+        for _ in range(8):
+            comm.all_reduce(on_device(np.ones(size)), algorithm="one_shot")
     comm.synchronize()
     assert on_host(plan.run())[-1] == comm.size**2
     plan.free()
 
 
-@program
+@PROGRAMS.together
 def communicators_come_and_go(comm: Communicator) -> None:
     for _ in range(20):
         other = comm.split(comm.rank % 2)
@@ -141,7 +146,7 @@ def communicators_come_and_go(comm: Communicator) -> None:
         group.free()
 
 
-@program
+@PROGRAMS.together
 def plans_in_different_orders(comm: Communicator) -> None:
     gpu().reset(seed=comm.rank, queue_length=8)  # streams are soon full
     arrays = [on_device(np.full(16, float(k))) for k in range(3)]
@@ -155,7 +160,7 @@ def plans_in_different_orders(comm: Communicator) -> None:
         plan.free()
 
 
-@program
+@PROGRAMS.on_its_own
 def a_driver_without_memory_operations_is_staged(comm: Communicator) -> None:
     if comm.rank == 1:
         fail_while(lambda: True, "cuStreamBatchMemOp_v2")
@@ -187,7 +192,7 @@ def fail_while(is_failing: Callable[[], bool], name: str) -> None:
     driver.try_call = try_call  # type: ignore[method-assign]
 
 
-@program
+@PROGRAMS.on_its_own
 def a_driver_that_fails_on_one_rank_while_links_are_agreed(comm: Communicator) -> None:
     """No rank waits for that one, or waits for what it has not written."""
     before: list[Any] = []
@@ -222,7 +227,7 @@ def a_driver_that_fails_on_one_rank_while_links_are_agreed(comm: Communicator) -
     gpu().violations[:] = [each for each in gpu().violations if "from 1 to 1" not in each]
 
 
-@program
+@PROGRAMS.on_its_own
 def large_messages_between_devices_that_are_partly_staged(comm: Communicator) -> None:
     """MPI may need calls of a rank to send on what that rank's device does not wait for."""
     is_staged = lambda *pair: len({rank // 2 for rank in pair}) == 2  # noqa: E731
@@ -243,7 +248,7 @@ def large_messages_between_devices_that_are_partly_staged(comm: Communicator) ->
                                   if is_staged(*pair)}  # fmt: skip
 
 
-@program
+@PROGRAMS.together
 def progress_in_a_thread(_: Communicator) -> None:
     comm = collectives.wrap(_mpi().COMM_WORLD, progress="thread")
     works = [comm.all_reduce(on_device(np.full(4, float(k))), async_op=True) for k in range(12)]
@@ -252,7 +257,7 @@ def progress_in_a_thread(_: Communicator) -> None:
     comm.free()
 
 
-@program
+@PROGRAMS.together
 def messages_of_all_kinds(comm: Communicator) -> None:
     comm.all_reduce(on_device(np.ones(2)))
     comm.synchronize()
@@ -279,7 +284,7 @@ def _mpi() -> Any:
     return MPI
 
 
-@program
+@PROGRAMS.together
 def checked_mode(_: Communicator) -> None:
     comm = collectives.wrap(_mpi().COMM_WORLD, check=True)
     x = on_device(np.ones(4))
@@ -290,7 +295,7 @@ def checked_mode(_: Communicator) -> None:
     comm.free()
 
 
-@program
+@PROGRAMS.together
 def finite_mode(world: Communicator) -> None:
     """Asynchronous calls of two communicators, which are compared by messages, in any order."""
     comm = collectives.wrap(_mpi().COMM_WORLD, check="finite")
@@ -332,7 +337,7 @@ def in_different_orders(world: Communicator, *, are_linked: bool) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode() for row in world.all_gather(rows)]
 
 
-@program
+@PROGRAMS.on_its_own
 def blocking_calls_of_two_communicators_in_different_orders(world: Communicator) -> None:
     for are_linked in (False, True):
         errors = in_different_orders(world, are_linked=are_linked)
@@ -344,7 +349,7 @@ def blocking_calls_of_two_communicators_in_different_orders(world: Communicator)
             assert len(re.findall(wait, error)) >= 2, errors
 
 
-@program
+@PROGRAMS.together
 def calls_of_two_communicators_in_different_orders_that_end(world: Communicator) -> None:
     """The control: a rank is late, has an asynchronous call, or a thread that makes the other.
 
@@ -389,9 +394,4 @@ def calls_of_two_communicators_in_different_orders_that_end(world: Communicator)
 
 
 if __name__ == "__main__":
-    world = collectives.world()
-    gpu().reset(seed=world.rank + 17, queue_length=16)
-    gpu().go_on_alone()
-    PROGRAMS[sys.argv[1]](world)
-    gpu().check()
-    print(f"rank {world.rank} is right")
+    PROGRAMS.run(sys.argv[1:], queue_length=16)

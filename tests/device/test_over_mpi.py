@@ -10,28 +10,29 @@ import pytest
 from bench.jobs import environment
 from collectives.launch import launch
 from tests.device.mpi_program import PROGRAMS
+from tests.device.program_jobs import SECONDS, ProgramJobs
 
 LARGE = "large_messages_between_devices_that_are_partly_staged"
-PROGRAM = str(Path(__file__).parent / "mpi_program.py")
+JOBS = ProgramJobs(str(Path(__file__).parent / "mpi_program.py"), PROGRAMS)
 
 
-def run(name: str, num_ranks: int, **variables: str) -> None:
-    env = environment() | variables
-    done = launch(num_ranks, [PROGRAM, name], timeout=80, env=env, capture=True)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert done.stdout.count("is right") == num_ranks
-
-
-@pytest.mark.timeout(100)
-@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"every_algorithm", LARGE}))
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("name", sorted(PROGRAMS.by_name.keys() - {"every_algorithm", LARGE}))
 def test_a_program_is_right(name: str) -> None:
-    run(name, 3)
+    JOBS.check(name)
+
+
+@pytest.mark.timeout(SECONDS)
+def test_ranks_end_well() -> None:
+    JOBS.check_end_of_many()
 
 
 @pytest.mark.timeout(100)
 def test_messages_of_partly_staged_calls_move_while_a_rank_waits_for_its_device() -> None:
     """With Open MPI's transport that moves them only in calls of MPI."""
-    run(LARGE, 4, OMPI_MCA_pml="ob1", OMPI_MCA_btl="tcp,self", OMPI_MCA_btl_tcp_if_include="lo")
+    JOBS.check(
+        LARGE, 4, OMPI_MCA_pml="ob1", OMPI_MCA_btl="tcp,self", OMPI_MCA_btl_tcp_if_include="lo"
+    )
 
 
 @pytest.mark.timeout(100)
@@ -50,4 +51,4 @@ def test_the_host_time_of_calls_is_measured() -> None:
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_algorithm(num_ranks: int) -> None:
-    run("every_algorithm", num_ranks)
+    JOBS.check("every_algorithm", num_ranks)

@@ -38,15 +38,15 @@ def all_programs(num_ranks: int) -> dict[str, Job]:
 
 
 def jobs_of(
-    num_ranks: int, names: Iterable[str], run: Callable[[Sequence[str]], Job]
+    num_ranks: int, names: Iterable[str], run: Callable[[Sequence[str]], Job], seconds: float = 130
 ) -> dict[str, Job]:
     """The job in which each program ran.
 
     It is one for all, because its start takes longer than most programs; but after a program that
-    fails, those that follow run in another one.
+    fails, those that follow run in another one, which begins within `seconds`.
     """
     left, jobs = list(names), dict[str, Job]()
-    end = time.monotonic() + 130
+    end = time.monotonic() + seconds
     while left and time.monotonic() < end:
         done = run(left)
         wrong = (k for k, name in enumerate(left, 1) if not is_right(done, name, num_ranks))
