@@ -230,6 +230,9 @@ def test_a_call_that_the_device_does_not_end_has_no_end() -> None:
         with pytest.raises(CollectiveError):
             comm.synchronize()
         assert [entry.finished for entry in ledger.entries if entry.call.sent] == [0.0]
+        both_have_looked.wait()
+        word[:] = 1
 
+    both_have_looked = threading.Barrier(2, timeout=20)
     with released() as word:
         run(body, 1 + 1)

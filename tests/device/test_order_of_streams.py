@@ -166,9 +166,9 @@ def run_programs(
     gpu().check()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_two_uses_of_memory_are_in_order(seed: int, kind: str) -> None:
-    run_programs(seed)
+    run_programs(seed, 20)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -239,11 +239,15 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     return noted
 
 
+def test_runs_whose_events_are_noted_are_in_order(kind: str, events: Events) -> None:
+    """It is not the fixture that is noticed."""
+    run_programs(1)
+
+
 @pytest.mark.parametrize("ignored", ["starts", "ends", "ends for callers"])
 def test_a_run_that_does_not_wait_for_an_event_is_noticed(
     ignored: str, kind: str, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run_programs(1)  # it is not the fixture that is noticed
     events.ignored = ignored
     assert is_noticed(monkeypatch, "with scratch")  # which calls of a kind have in common
 
