@@ -19,6 +19,7 @@ from moe.routing import Routing, joined
 from moe.rows import Received, Rows, SendBuffer, Sums, add_up, combined, kernel_of, scatter, slopes
 from parallel import PredictedCall, TrafficMismatch, TrafficTable
 from parallel.nn import Step
+from tests.covering import pairwise
 from tests.moe.experts import spoil_messages
 
 TOKENS, DIM = 6, 3  # tokens of a group
@@ -151,15 +152,14 @@ def seen_in(found: list[Found]) -> list[tuple[int, int, int]]:
     return sorted(each for rank in found for each in rank.seen)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("num_experts", [2, 3, 8, 13])
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(
+    ("name", "num_experts", "size", "form", "num_parts"),
+    pairwise(GATES, [2, 3, 8, 13], SIZES, FORMS, [1, 2, 3]),
+)
 def test_the_result_is_that_of_masks_on_one_rank(
-    name: str, num_experts: int, size: int, form: str
+    name: str, num_experts: int, size: int, form: str, num_parts: int
 ) -> None:
     """More and fewer experts than ranks; ranks without tokens, and without experts; in parts."""
-    num_parts = 1 + (num_experts + size) % 3
     found = on_ranks(name, num_experts, size, form, num_parts)
     for each, y in zip(found, wanted(name, num_experts, size), strict=True):
         np.testing.assert_allclose(each.y, y, rtol=0, atol=1e-12)

@@ -21,7 +21,7 @@ from parallel.inference import Inference, generate
 from parallel.nn import Linear, Model
 
 PROMPTS = [b"The ranks", b"of a mesh", b"divide", b"the experts", b"!"]
-CONTEXT, EXPERTS, TOKENS, SEED = 32, 4, 12, 5
+CONTEXT, EXPERTS, TOKENS, SEED = 32, 4, 6, 5
 SAMPLED = [name for name in GATES if name != "expert-choice"]
 ORDINARY: dict[str, Any] = {"num_layers": 2, "hidden": 12, "num_heads": 2, "context": CONTEXT}
 

@@ -17,6 +17,7 @@ from moe.log import RoutingLog, digests
 from moe.ways import Options
 from parallel import Mesh, TrafficMismatch
 from parallel.nn import Model
+from tests.covering import pairwise
 from tests.moe.experts import (
     CLOSE,
     CONTEXT,
@@ -35,8 +36,6 @@ from tests.moe.experts import (
 from tests.parallel.split_layers import bound_by_name
 
 PADDED = ["gshard", "switch", "expert-choice", "v-moe", "stable"]
-FORMS = [(name, padding) for name in GATES for padding in ("none", "needed")]
-FORMS += [(name, "capacity") for name in PADDED]
 GROUPS_OF_TWO = Setup("gshard", hidden=2, rows_per_group=2, num_rows=4)
 COUNTS = {"none": {"counts"}, "needed": {"slots"}, "capacity": set()}
 
@@ -48,9 +47,16 @@ def label(value: Any) -> str:
     return value if isinstance(value, str) else "-".join(map(str, value.values()))
 
 
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("name", "padding"), FORMS)
+@pytest.mark.parametrize(
+    ("name", "padding", "size", "dtype"),
+    pairwise(
+        GATES,
+        COUNTS,
+        SIZES,
+        CLOSE,
+        where=lambda name, padding, *_: padding != "capacity" or name in PADDED,
+    ),
+)
 def test_all_is_as_on_one_rank(name: str, padding: str, size: int, dtype: str) -> None:
     """Outputs, losses, all derivatives; ranks without rows (8 ranks) and without experts (5)."""
     setup = Setup(name, size=size, padding=padding, num_parts=1 + size % 3, dtype=dtype)

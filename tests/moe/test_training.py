@@ -18,12 +18,14 @@ from moe.log import digests
 from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer, checkpoint
 from parallel.nn import Model
 from parallel.rank_report import differences
+from tests.covering import pairwise
 from tests.parallel.layouts import CLIP, End, Setup, check_equal, with_optimizer
 from tests.parallel.training import CONTEXT
 
 PADDED = ["gshard", "switch", "expert-choice", "v-moe", "stable"]
 OPTIMIZERS = {"sgd": partial(SGD, lr=0.5, momentum=0.9), "adam": Adam}
 EXPERTS = 4
+STEPS = 2  # the second uses what optimizers and biases have kept of the first
 
 
 class Mixture(NamedTuple):
@@ -65,7 +67,7 @@ def setup_of(mixture: Mixture, zero: int = 1, parts: int = 2, **axes: int) -> Se
     if not zero:
         sharding = partial(Sharding.ddp, axes=shared)
     return Setup(tuple(axes.items()), recipe=recipe, sharding=sharding if shared else Sharding,
-                 of=mixture, rows=13)  # fmt: skip
+                 of=mixture, rows=13, steps=STEPS)  # fmt: skip
 
 
 def check(setup: Setup) -> list[End]:
@@ -78,14 +80,20 @@ def check(setup: Setup) -> list[End]:
     return ends
 
 
-@pytest.mark.parametrize(("name", "padding"), [(name, "none") for name in GATES]
-                         + [(name, "capacity") for name in PADDED]
-    + [("bias", "needed"), ("gshard", "needed")])  # fmt: skip
+FORMS = {"none": [*GATES], "capacity": PADDED, "needed": ["bias", "gshard"]}
+
+
 @pytest.mark.parametrize(
-    "axes", [{"expert": 2}, {"data": 2, "expert": 2}, {"expert": 3}, {"context": 2, "expert": 2}]
+    ("name", "padding", "axes"),
+    pairwise(
+        GATES,
+        FORMS,
+        [{"expert": 2}, {"data": 2, "expert": 2}, {"expert": 3}, {"context": 2, "expert": 2}],
+        where=lambda name, padding, _: name in FORMS[padding],
+    ),
 )
 def test_every_gate(name: str, padding: str, axes: dict[str, int]) -> None:
-    """Losses and parameters of 4 clipped steps; traffic and memory of each, to the byte."""
+    """Losses and parameters of 2 clipped steps; traffic and memory of each, to the byte."""
     check(setup_of(Mixture(name, padding=padding), **axes))
 
 
@@ -115,15 +123,15 @@ def test_every_layout(axes: dict[str, int], optimizer: str) -> None:
         ("hierarchical", {"expert": 4, "tensor": 2}),
         ("hierarchical", {"context": 2, "expert": 4}),
         ("weights", {"data": 2, "expert": 4}),
-        ("weights", {"expert": 4, "tensor": 2}),
-        ("weights", {"context": 2, "expert": 4}),
+        ("weights", {"expert": 2, "tensor": 2}),
+        ("weights", {"context": 2, "expert": 2}),
         ("cheaper", {"expert": 4}),
-        ("cheaper", {"pipe": 2, "expert": 4}),
-        ("cheaper", {"expert": 4, "tensor": 2}),
+        ("cheaper", {"pipe": 2, "expert": 2}),
+        ("cheaper", {"expert": 2, "tensor": 2}),
     ],
 )
 def test_every_way_to_dispatch(dispatch: str, axes: dict[str, int]) -> None:
-    """With two places along expert on each host, of 2 or 4 ranks."""
+    """On hosts, of 2 or 4 ranks, with two places along expert."""
     on_host = 2 * axes.get("tensor", 1) if dispatch == "hierarchical" else None
     check(setup_of(Mixture("stable", dispatch=dispatch, ranks_per_host=on_host), **axes))
 
@@ -161,7 +169,7 @@ def test_routing_is_the_same_on_all_layouts(i: int, name: str) -> None:
     mixture = Mixture(name)
     setup_of(mixture, expert=1).alone()
     wanted = digests([LOGS[mixture]], CONTEXT)
-    assert len(wanted) == 4 * 2
+    assert len(wanted) == STEPS * 2
     for size, parts in {DIVISIONS[i], DIVISIONS[-1 - i]}:
         ends = setup_of(mixture, parts=parts, expert=size).run()
         logs = [mixtures(end.trainer.model)[0].log for end in ends]
@@ -205,7 +213,7 @@ def test_traffic_of_another_routing_is_noticed() -> None:
     for (step, name), parts in right.parts.items():
         for row, routing in parts.items():
             wrong.add(step, name, row, routing)
-    key = (2, "block1")
+    key = (1, "block1")
     row, routing = next(iter(wrong.parts[key].items()))
     expert = routing.expert.copy()
     kept = math.floor(next(iter((~routing.is_dropped).nonzero()[0])))
@@ -244,11 +252,11 @@ def test_rows_that_a_rank_should_not_have_are_refused() -> None:
      {"tensor": 2}],
 )  # fmt: skip
 def test_biases_are_those_of_one_rank(axes: dict[str, int]) -> None:
-    """They have changed in each of 4 steps by the loads of all ranks."""
+    """They have changed in each step by the loads of all ranks."""
     setup = setup_of(Mixture("bias"), **axes)
     wanted = [layer.bias for layer in mixtures(setup.alone().trainer.model)]
     steps = 1000 * wanted[0]
-    assert (steps == steps.round()).all() and steps.any() and abs(steps).max() <= 4
+    assert (steps == steps.round()).all() and steps.any() and abs(steps).max() <= STEPS
     for end in setup.run():
         for layer, bias in zip(mixtures(end.trainer.model), wanted, strict=True):
             assert (layer.bias == bias).all()

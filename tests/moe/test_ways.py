@@ -20,6 +20,7 @@ from moe.ways import Hierarchical
 from parallel import Mesh, TrafficMismatch, TrafficTable
 from parallel.accounts import between_hosts
 from parallel.nn import Activations, ArraySpec, Layer, Step
+from tests.covering import pairwise
 from tests.moe.experts import (
     CLOSE,
     CONTEXT,
@@ -39,13 +40,10 @@ from tests.moe.experts import (
 HOSTS = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 2), (4, 1), (8, 2), (8, 4)]
 
 
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize(("size", "ranks_per_host"), HOSTS)
-@pytest.mark.parametrize("name", GATES)
-def test_hierarchical_is_as_on_one_rank(
-    name: str, size: int, ranks_per_host: int, dtype: str
-) -> None:
+@pytest.mark.parametrize(("name", "hosts", "dtype"), pairwise(GATES, HOSTS, CLOSE))
+def test_hierarchical_is_as_on_one_rank(name: str, hosts: tuple[int, int], dtype: str) -> None:
     """With one host, several, and hosts of one rank; all that is sent and kept is predicted."""
+    size, ranks_per_host = hosts
     setup = Setup(name, size=size, num_parts=1 + size % 3, dtype=dtype)
     hierarchical = setup._replace(dispatch="hierarchical", ranks_per_host=ranks_per_host)
     check_all(hierarchical, alone(setup), dtype)
@@ -109,9 +107,7 @@ def test_a_row_that_is_lost_or_doubled_is_noticed(
     assert (len(seen) > len(set(seen)) or bool(set(seen) - set(routed))) == (how == "doubled")
 
 
-@pytest.mark.parametrize("hidden", [1, 40])
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(("name", "size", "hidden"), pairwise(GATES, SIZES, [1, 40]))
 def test_cheaper_sends_weights_or_tokens(name: str, size: int, hidden: int) -> None:
     """Whichever are fewer bytes, and one number for each rank to decide."""
     setup = Setup(name, size=size, hidden=hidden)
@@ -132,9 +128,7 @@ def test_cheaper_changes_from_one_to_the_other() -> None:
     assert "dispatch" in bytes_of(large.run(alone(large).log))
 
 
-@pytest.mark.parametrize("dtype", CLOSE)
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(("name", "size", "dtype"), pairwise(GATES, SIZES, CLOSE))
 def test_gathered_weights_are_as_on_one_rank(name: str, size: int, dtype: str) -> None:
     setup = Setup(name, size=size, dtype=dtype)
     found = check_all(setup._replace(dispatch="weights"), alone(setup), dtype)
@@ -142,9 +136,14 @@ def test_gathered_weights_are_as_on_one_rank(name: str, size: int, dtype: str) -
         assert set(bytes_of(found)) == {"weights", "gradients"}
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
-@pytest.mark.parametrize("dispatch", ["flat", "padded", "hierarchical", "weights", "cheaper"])
-@pytest.mark.parametrize("name", ["stable", "expert-choice"])
+@pytest.mark.parametrize(
+    ("name", "dispatch", "size"),
+    pairwise(
+        ["stable", "expert-choice"],
+        ["flat", "padded", "hierarchical", "weights", "cheaper"],
+        [2, 4, 8],
+    ),
+)
 def test_experts_drop_the_same(name: str, dispatch: str, size: int) -> None:
     """Dropout inside experts goes by the tokens, whose numbers are sent with them."""
     setup = Setup(name, size=size, num_parts=2, dropout=0.4)
@@ -166,29 +165,30 @@ def hierarchical(setup: Setup, ranks_per_host: int) -> Setup:
 
 @pytest.mark.parametrize("name", ["gshard", "v-moe", "stable", "bias", "sigmoid", "expert-choice"])
 def test_hierarchical_sends_fewer_bytes_between_hosts(name: str) -> None:
-    """Than flat, where tokens have several experts and rows have 64 numbers; with k = 1, more.
+    """Than flat, where tokens have several experts and rows have 64 numbers.
 
-    Counted: 8 ranks on 2 hosts; the capacity is large enough for second choices.
+    The capacity is large enough for second choices.
     """
-    hosts, has_capacity = Topology.consecutive(8, 4), name not in ("bias", "sigmoid")
+    has_capacity = name not in ("bias", "sigmoid")
     options = (("capacity_factor", 4.0),) if has_capacity else ()
-    setup = Setup(name, 8, size=8, dim=64, options=options)
-    found = [
-        between_hosts(matrix_of(each), hosts)
-        for each in (setup, hierarchical(setup, ranks_per_host=4))
-    ]
-    assert found[1] < found[0]
-    once = Setup("switch", 8, size=8, dim=64)
-    more, less = hierarchical(once, 4), once
-    assert between_hosts(matrix_of(more), hosts) > between_hosts(matrix_of(less), hosts)
+    flat, once = sent_between_hosts(Setup(name, 8, size=8, dim=64, options=options))
+    assert once < flat
 
 
-def matrix_of(setup: Setup) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """The bytes from each rank to each."""
-    table = setup.run(alone(setup).log)[0].table
-    assert table is not None
-    table.check()
-    return table.matrix
+def test_hierarchical_sends_more_bytes_between_hosts_of_tokens_with_one_expert() -> None:
+    flat, once = sent_between_hosts(Setup("switch", 8, size=8, dim=64))
+    assert once > flat
+
+
+def sent_between_hosts(setup: Setup) -> list[int]:
+    """The bytes, counted, between 2 hosts of 4 ranks: flat, and by tokens sent once to a host."""
+    found = []
+    for each in (setup, hierarchical(setup, ranks_per_host=4)):
+        table = each.run(alone(each).log)[0].table
+        assert table is not None
+        table.check()
+        found.append(between_hosts(table.matrix, Topology.consecutive(8, 4)))
+    return found
 
 
 Sent = dict[str, Any]  # by phase, the bytes from each rank to each

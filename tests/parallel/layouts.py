@@ -68,6 +68,7 @@ class Setup(NamedTuple):
     of: Callable[[Mesh | None], Model] | None = None
     batch: Callable[..., Any] = batch  # of so many `rows`, with `context` targets in each
     context: int = CONTEXT
+    steps: int = STEPS
 
     @property
     def size(self) -> int:
@@ -94,7 +95,7 @@ class Setup(NamedTuple):
         )  # fmt: skip
         self.change(trainer)
         shape, rows_of = (self.rows, self.context), partial(self.batch, rows=self.rows)
-        calls = trainer.traffic(STEPS, batch=shape) if comm.rank == 0 else []
+        calls = trainer.traffic(self.steps, batch=shape) if comm.rank == 0 else []
         norms: list[float] = []
 
         def show(step: int, loss: float) -> None:
@@ -102,14 +103,14 @@ class Setup(NamedTuple):
 
         with comm.record() as ledger:
             trainer.start()
-            losses = trainer.train(STEPS, rows_of, math.prod(shape), show)
+            losses = trainer.train(self.steps, rows_of, math.prod(shape), show)
         whole = ledger.gather()
         if whole is not None and trainer.num_skipped:  # in float16, known only now
-            calls = trainer.traffic(STEPS, batch=shape, num_skipped=trainer.num_skipped)
+            calls = trainer.traffic(self.steps, batch=shape, num_skipped=trainer.num_skipped)
         table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
         rows = len(rows_of(0, *trainer.batch_part)[0])
-        updates = trainer.num_updates_in(STEPS) - trainer.num_skipped
-        batches = [BatchSize(*shape, step) for step in range(STEPS)]
+        updates = trainer.num_updates_in(self.steps) - trainer.num_skipped
+        batches = [BatchSize(*shape, step) for step in range(self.steps)]
         report = RankReport.of(trainer, updates, rows, self.context, batches)
         return End(losses, boxes_of(trainer), trainer, report, table, norms)
 
@@ -119,7 +120,7 @@ class Setup(NamedTuple):
         model = tuple(option for option in self.model if option[0] not in of_ranks)
         blocks = self.blocks or num_blocks(dict(self.axes).get("pipe", 1))
         return trained_alone(
-            self.recipe, model, blocks, self.rows, self.of, self.batch, self.context
+            self.recipe, model, blocks, self.rows, self.of, self.batch, self.context, self.steps
         )
 
 
@@ -132,10 +133,11 @@ def trained_alone(
     of: Callable[[Mesh | None], Model] | None,
     batch: Callable[..., Any],
     context: int,
+    steps: int,
 ) -> End:
     setup = Setup(
         (), recipe=recipe, sharding=Sharding, model=model, blocks=blocks, rows=rows, of=of,
-        batch=batch, context=context,
+        batch=batch, context=context, steps=steps,
     )  # fmt: skip
     return setup.train(next(iter(collectives.run(lambda comm: comm, size=1))))
 
