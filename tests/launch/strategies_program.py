@@ -37,6 +37,7 @@ ROUNDED = (
     "zeropp --gradient-bits 4", "local-updates --every 2",
 )  # fmt: skip
 Leak = Callable[[Communicator], None]
+ALONE: dict[tuple[object, ...], list[float]] = {}  # losses, by what one rank trains
 CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative
 
 
@@ -51,8 +52,11 @@ def training(comm: Communicator, words: str, kind: Callable[..., Training] = Tra
 def serial_losses(like: Training) -> list[float]:
     """What one rank finds on the same batches.  Nothing is sent."""
     o = like.options
-    one = Trainer(None, like.model, like.strategy.recipe)
-    return one.train(o.steps, like.batch, o.batch * o.context, lambda *_: None)
+    key = o.dtype, o.clip, o.tied
+    if key not in ALONE:
+        one = Trainer(None, like.model, like.strategy.recipe)
+        ALONE[key] = one.train(o.steps, like.batch, o.batch * o.context, lambda *_: None)
+    return ALONE[key]
 
 
 def verdict(run: Training, table: TrafficTable, *, is_exact: bool) -> str:

@@ -6,30 +6,22 @@ from pathlib import Path
 
 import pytest
 
-from bench.jobs import environment
-from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
-from collectives.launch import launch
-from tests.launch.test_strategies import EQUAL, IS_OPEN_MPI
+from moe.images.__main__ import main
+from tests.launch.test_layouts import run_commands
+from tests.launch.test_strategies import EQUAL
 
 MODEL = "--steps 3 --batch 8 --hidden 16 --layers 2 --dtype float64"
-LAYOUTS = {
-    "v": (4, "--model v --mesh data=2,expert=2"),
-    "swin": (8, "--model swin --mesh pipe=2,expert=2,tensor=2 --micro-batches 2 --moe gshard"),
-}
 
 
-def train(num_ranks: int, words: str) -> str:
-    """What the program prints on these ranks."""
-    done = launch(
-        num_ranks,
-        ["-m", "moe.images", *MODEL.split(), *words.split()],
-        mpi_args=MPIRUN_ARGS if IS_OPEN_MPI else (),
-        env=environment(),
-        timeout=60,
-        capture=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def command(words: str) -> str:
+    return f"moe.images.__main__ {MODEL} {words}"
+
+
+def losses_alone(words: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """What one rank says about its losses."""
+    capsys.readouterr()
+    assert main([*MODEL.split(), *words.split(), "--threads", "1"]) == 0
+    return losses(capsys.readouterr().out)
 
 
 def losses(said: str) -> list[str]:
@@ -39,20 +31,30 @@ def losses(said: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_sent_is_what_was_predicted(name: str) -> None:
-    num_ranks, words = LAYOUTS[name]
-    said = train(num_ranks, words)
+def test_a_hierarchical_transformer(capsys: pytest.CaptureFixture[str]) -> None:
+    """What is sent is what was predicted, and the losses are those of one rank."""
+    model = "--model swin --micro-batches 2 --moe gshard"
+    (said,) = run_commands(8, [command(f"{model} --mesh pipe=2,expert=2,tensor=2")])
     assert EQUAL in said and "parameters: equal, to the bit" in said
-    model = words.partition(" --mesh")[0] + (" --moe gshard" if "gshard" in words else "")
-    parts = " --micro-batches 2" if "micro" in words else ""
-    assert losses(said) == losses(train(1, model + parts))
+    assert losses(said) == losses_alone(model, capsys)
 
 
-def test_a_student_on_ranks_whose_teacher_is_larger(tmp_path: Path) -> None:
-    train(2, f"--layers 4 --save {tmp_path}")
-    taught = f"--teacher {tmp_path} --teacher-layers 4 --stop 2"
-    said = train(4, f"{taught} --mesh data=2,expert=2")
-    assert EQUAL in said and "forward/loss/teacher/block3/dispatch" in said
-    assert "times as many" in said
-    assert losses(said) == losses(train(1, taught))
+def test_a_transformer_and_a_student_whose_teacher_is_larger(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One after the other on the same ranks; the teacher is saved by another layout."""
+    taught, mesh = f"--teacher {tmp_path} --teacher-layers 4 --stop 2", "--mesh data=2,expert=2"
+    v, teacher, student = run_commands(
+        4,
+        [
+            command(f"--model v {mesh}"),
+            command(f"--layers 4 --save {tmp_path}"),
+            command(f"{taught} {mesh}"),
+        ],
+    )
+    assert EQUAL in v and EQUAL in teacher and EQUAL in student
+    assert "parameters: equal, to the bit" in v
+    assert losses(v) == losses_alone("--model v", capsys)
+    assert "forward/loss/teacher/block3/dispatch" in student
+    assert "times as many" in student
+    assert losses(student) == losses_alone(taught, capsys)

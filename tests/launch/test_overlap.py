@@ -1,34 +1,17 @@
-"""Overlapping slots over MPI: turns in two threads, one at a time; and text on several ranks."""
+"""The benchmark of overlapping slots over MPI; and text on several ranks."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-import pytest
-
 from bench.jobs import environment
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
-from tests.launch.test_layouts import losses_alone, train
+from moe.generate import main
 from tests.launch.test_strategies import EQUAL, IS_OPEN_MPI
 
-LAYOUTS = {
-    "dualpipe": (8, "--mesh pipe=2,expert=2,tensor=2 --zero 1"),
-    "dualpipe-v": (4, "--mesh pipe=2,expert=2"),
-}
 MODEL = "--moe switch --experts 4 --moe-every 1"
-
-
-@pytest.mark.parametrize("schedule", LAYOUTS)
-def test_training_by_turns(schedule: str, tmp_path: Path) -> None:
-    """What MPI counts in each phase too, although phases change with each turn."""
-    num_ranks, words = LAYOUTS[schedule]
-    split = f"{MODEL} --micro-batches 4"
-    words = f"{words} {split} --schedule {schedule}"
-    said, found = train(num_ranks, words, tmp_path / "many.json")
-    assert EQUAL in said and "parameters: equal, to the bit" in said
-    assert found == pytest.approx(losses_alone(split), rel=1e-12)
 
 
 def job(num_ranks: int, *words: str) -> str:
@@ -41,14 +24,13 @@ def job(num_ranks: int, *words: str) -> str:
 
 def test_texts_are_those_of_one_rank(tmp_path: Path) -> None:
     small = f"{MODEL} --layers 2 --hidden 16 --context 32 --tokens 10 --temperature 1"
-    texts = []
-    for num_ranks, mesh in ((1, "data=1"), (4, "expert=2,tensor=2")):
-        path = tmp_path / f"{num_ranks}.json"
-        words = [*small.split(), "--prompt", "def ", "--prompt", "import os", "--mesh", mesh]
-        said = job(num_ranks, "-m", "moe.generate", *words, "--json", str(path))
-        assert num_ranks == 1 or EQUAL in said
-        texts.append(json.loads(path.read_text())["texts"])
-    assert texts[0] == texts[1]
+    words = [*small.split(), "--prompt", "def ", "--prompt", "import os", "--json"]
+    one, many = tmp_path / "one.json", tmp_path / "many.json"
+    assert main([*words, str(one), "--mesh", "data=1", "--threads", "1"]) == 0
+    mesh = ["--mesh", "expert=2,tensor=2"]
+    assert EQUAL in job(4, "-m", "moe.generate", *words, str(many), *mesh)
+    found, wanted = (json.loads(path.read_text())["texts"] for path in (many, one))
+    assert found == wanted
 
 
 def test_steps_with_and_without_turns_are_measured() -> None:
