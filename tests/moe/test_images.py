@@ -202,39 +202,41 @@ def test_auxiliary_losses_are_means_over_all_patches(name: str, rows: int) -> No
 # Learning
 
 
+LEARNING = Recipe(dtype="float32", optimizer=partial(Adam, lr=0.01))
+
+
 @pytest.mark.parametrize(
-    ("make", "steps", "most"),
+    "make",
     [
-        (partial(v_moe, hidden=32, num_layers=2), 120, 1.1),
-        (partial(swin_moe, hidden=32, num_heads=(2, 2), patch=4, window=2), 80, 1.1),
+        partial(v_moe, hidden=16, num_layers=2),
+        partial(swin_moe, hidden=16, num_heads=(2, 2), patch=4, window=2),
     ],
 )
-def test_shapes_are_learnt(make: Callable[..., Model], steps: int, most: float) -> None:
+def test_shapes_are_learnt(make: Callable[..., Model]) -> None:
     """The loss of new images, a constant guess of which costs log 6 = 1.79 nats."""
     model = make(num_classes=len(images.CLASSES), num_experts=4)
-    recipe = Recipe(dtype="float32", optimizer=partial(Adam, lr=0.003))
-    trainer = Trainer(None, model, recipe)
+    trainer = Trainer(None, model, LEARNING)
     trainer.start()
 
     def of_step(step: int, rank: int, ranks: int) -> Any:
         return images.batch(seed=0, step=step, batch_size=32, rank=rank, num_ranks=ranks)
 
-    losses = trainer.train(steps, of_step, 32, nothing)
+    losses = trainer.train(60, of_step, 32, nothing)
     assert np.mean(losses[:5]) == pytest.approx(np.log(6), abs=0.1)
-    assert np.mean(losses[-10:]) < most
+    assert np.mean(losses[-10:]) < 1.1
 
 
 def test_without_images_nothing_is_learnt() -> None:
     """The negative control: all pixels are zero."""
     model = v_moe(num_classes=len(images.CLASSES), num_experts=4, hidden=16, num_layers=2)
-    trainer = Trainer(None, model, Recipe(dtype="float32", optimizer=partial(Adam, lr=0.003)))
+    trainer = Trainer(None, model, LEARNING)
     trainer.start()
 
     def blank(step: int, rank: int, ranks: int) -> Any:
         pixels, targets = images.batch(seed=0, step=step, batch_size=32)
         return np.zeros_like(pixels), targets
 
-    assert np.mean(trainer.train(40, blank, 32, nothing)[-10:]) > 1.7
+    assert np.mean(trainer.train(60, blank, 32, nothing)[-10:]) > 1.7
 
 
 # Data
