@@ -1,4 +1,8 @@
-"""Run by test_deadlines.py: ranks that are stopped, interrupted, late or killed."""
+"""Run by test_deadlines.py: ranks that are stopped, interrupted, late or killed.
+
+The arguments are programs, such as `stopped_plan`.  A job runs one after the other, each on a
+communicator of its own.  What a rank says begins with the name of the program.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +13,27 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 import collectives
 from collectives import CollectiveError, CollectiveTimeout, Communicator, PeerFailed
 from collectives.engines import mpi
+from collectives.engines.mpi import MpiTransport
 
 SMALL, LARGE = np.ones(3), np.ones(3_000_000)
 Run = Callable[[], Any]
+program = ""  # that runs now
 
 
 def runs(comm: Communicator) -> dict[str, Run]:
     """Ways to wait for an all-reduce, all without a time limit, and for a message."""
-    plan, threaded = comm.plan.all_reduce(SMALL), collectives.world(progress="thread")
+    assert isinstance(comm._session.transport, MpiTransport)
+    of_mpi = comm._session.transport.comm
+    plan, threaded = comm.plan.all_reduce(SMALL), collectives.wrap(of_mpi, progress="thread")
     return {
         "call": lambda: comm.all_reduce(SMALL),
         "plan": plan.run,
@@ -38,8 +45,8 @@ def runs(comm: Communicator) -> dict[str, Run]:
         "recv": lambda: comm.recv(np.empty(1), (comm.rank + 1) % comm.size),
         "split": lambda: comm.split(0),
         "subgroup": lambda: comm.subgroup([*range(comm.size)]),
-        "wrap": lambda: collectives.wrap(MPI.COMM_WORLD),
-        "hosts": lambda: collectives.wrap(MPI.COMM_WORLD),
+        "wrap": lambda: collectives.wrap(of_mpi),
+        "hosts": lambda: collectives.wrap(of_mpi),
     }
 
 
@@ -50,7 +57,7 @@ def carrying(comm: Communicator) -> None:
 
 
 def say(comm: Communicator, text: str) -> None:
-    print(f"rank {comm.rank}: {text}", flush=True)
+    print(f"{program}: rank {comm.rank}: {text}", flush=True)
 
 
 def seconds_until(error: type[BaseException], run: Run) -> tuple[float, BaseException]:
@@ -99,9 +106,6 @@ def interrupted(comm: Communicator, what: str) -> None:
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         seconds, _ = seconds_until(KeyboardInterrupt, run)
         say(comm, f"KeyboardInterrupt after {seconds:.2f} s")
-        leave()
-    time.sleep(1.5)
-    leave()
 
 
 def dumped(comm: Communicator, _: str) -> None:
@@ -149,9 +153,13 @@ def dumped_at(dump: Path) -> float:
 
 
 def killed(comm: Communicator, what: str) -> None:
-    """Rank 2 dies before the call; or, in one that makes a communicator, when MPI makes it."""
-    run = runs(comm)[what]
-    mpi._hosts_of_world.clear()  # so that they are found anew
+    """Rank 2 dies before the call; or, in one that makes a communicator, when MPI makes it.
+
+    Open MPI makes no communicator after an Idup that failed, not even by shrink.
+    """
+    run, hosts = runs(comm)[what], list(mpi._hosts_of_world)
+    if what == "hosts":
+        mpi._hosts_of_world.clear()  # so that they are found anew
     comm.barrier()
     if comm.rank == 2 and what in ("split", "subgroup"):
         setattr(comm._session.transport, what, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -163,12 +171,12 @@ def killed(comm: Communicator, what: str) -> None:
     assert isinstance(error, PeerFailed) and error.ranks == (2,)
     say(comm, f"{seconds:.3f} s: {error}")
     if what == "wrap":
-        leave()  # Open MPI makes no communicator after an Idup that failed, not even by shrink
+        return
     survivors = comm.shrink(timeout=20)
     total = int(survivors.all_reduce(np.array([1]))[0])
     ranks = ", ".join(map(str, survivors.all_gather(np.array([comm.rank]))))
     say(survivors, f"the survivors sum to {total} and are ranks {ranks}")
-    leave()
+    mpi._hosts_of_world[:] = hosts
 
 
 def outsider(comm: Communicator, _: str) -> None:
@@ -182,7 +190,6 @@ def outsider(comm: Communicator, _: str) -> None:
         comm._session.transport.subgroup = lambda *given: time.sleep(1.5) or make(*given)
     others = comm.subgroup([0, 1, 3], timeout=20)
     say(comm, f"the others sum to {others.all_reduce(np.array([1]))[0]}")
-    leave()
 
 
 def made(comm: Communicator, what: str) -> None:
@@ -197,8 +204,6 @@ def made(comm: Communicator, what: str) -> None:
     seconds, _ = seconds_until(CollectiveTimeout, makers[what])
     _, error = seconds_until(CollectiveError, lambda: comm.all_reduce(SMALL))
     say(comm, f"CollectiveTimeout after {seconds:.2f} s, and then: {error}")
-    time.sleep(2.0)
-    leave()
 
 
 def shrink_late(comm: Communicator, _: str) -> None:
@@ -209,9 +214,8 @@ def shrink_late(comm: Communicator, _: str) -> None:
     if comm.rank == 0:
         _, error = seconds_until(CollectiveTimeout, lambda: comm.shrink(timeout=1.0))
         say(comm, f"CollectiveTimeout: {error}")
-        leave()
-    time.sleep(3.0)
-    leave()
+    else:
+        time.sleep(3.0)
 
 
 def shrink_patient(comm: Communicator, _: str) -> None:
@@ -229,10 +233,59 @@ def shrink_refused(comm: Communicator, _: str) -> None:
     say(comm, f"CollectiveError: {error}")
 
 
-kind, _, how = sys.argv[1].partition("_")
-if kind == "shrink":
-    shrinks = {"late": shrink_late, "patient": shrink_patient, "refused": shrink_refused}
-    shrinks[how](collectives.world(), "")
-else:
-    programs = [stopped, interrupted, dumped, signalled, made, killed, outsider]
-    {program.__name__: program for program in programs}[kind](collectives.world(), how)
+Programs = Iterator[tuple[str, Communicator]]
+
+
+def one_after_the_other(world: Communicator, names: Sequence[str]) -> Programs:
+    """All ranks run every program; a single one has the world itself."""
+    is_single, everybody = len(names) == 1, range(world.size)
+    comms = [world] if is_single else [world.subgroup(everybody) for _ in names]
+    for name, comm in zip(names, comms, strict=True):
+        yield name, comm
+        if name != "shrink_late":  # in which a rank dies
+            world.barrier()
+
+
+def each_with_a_victim(world: Communicator, names: Sequence[str]) -> Programs:
+    """Ranks 0, 1 and 2 run every program, as ranks 0, 1 and 3, with another rank 2, which dies.
+
+    That one is in no other program, and waits for its turn.
+    """
+    groups = [[0, 1, 3 + number, 2] for number in range(len(names))]
+    mine = [(name, group) for name, group in zip(names, groups, strict=True) if world.rank in group]
+    comms = [world.subgroup(group) for _, group in mine]
+    for (name, _), comm in zip(mine, comms, strict=True):
+        turn = np.zeros(1)
+        if comm.rank == 0:
+            comm.send(turn, 2)
+        if comm.rank == 2:
+            work = comm.recv(turn, 0, async_op=True)
+            while not work.test():
+                time.sleep(0.01)
+        yield name, comm
+
+
+FUNCTIONS = {
+    each.__name__: each
+    for each in (
+        stopped, interrupted, dumped, signalled, made, killed, outsider,
+        shrink_late, shrink_patient, shrink_refused,
+    )
+}  # fmt: skip
+# After these MPI can end.
+HARMLESS = {"stopped", "dumped", "signalled", "shrink_patient", "shrink_refused"}
+
+
+def main(names: list[str]) -> None:
+    global program
+    kinds = [name if name in FUNCTIONS else name.partition("_")[0] for name in names]
+    does_kill = {"killed", "outsider"} & {*kinds}
+    programs = each_with_a_victim if does_kill else one_after_the_other
+    for program, comm in programs(collectives.world(), names):
+        kind = kinds[names.index(program)]
+        FUNCTIONS[kind](comm, program.removeprefix(f"{kind}_"))
+    if not {*kinds} <= HARMLESS:
+        leave()
+
+
+main(sys.argv[1:])

@@ -199,12 +199,13 @@ def test_one_failing_rank_ends_the_job(failure: str, script: Script) -> None:
 
 
 def test_a_rank_that_died_before_another_one_failed_is_named(
-    script: Script, tmp_path: Path
+    script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The failure may be a consequence; mpirun, which would kill the others, is stopped.
 
     It is killed then, and must leave no files: a later mpirun with its process id would not start.
     """
+    monkeypatch.setattr(launcher, "_KILL_SECONDS", 0.2)
     files = tmp_path / "files"
     files.mkdir()
     source = """
@@ -508,7 +509,10 @@ CHILDREN = {
 
 
 @pytest.mark.parametrize("child", CHILDREN)
-def test_the_rank_that_died_is_named_though_a_child_of_it_lives(child: str, script: Script) -> None:
+def test_the_rank_that_died_is_named_though_a_child_of_it_lives(
+    child: str, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "_DEATH_SECONDS", 1.0)
     death = f"import ctypes, multiprocessing, subprocess\n        {CHILDREN[child]}\n"
     death += f"        time.sleep(0.2)\n        {DEATHS['killed']}"
     source = script(DYING.format(death=death, work="world.Barrier()"))
@@ -679,32 +683,27 @@ def test_a_process_of_another_job_is_not_taken_for_a_child_of_a_rank() -> None:
     assert found == [f"sleep (process {children[0].pid})"]
 
 
-# What rank 1 does and is no death.
+# What a rank does and is no death.
 LIVES = {
     "os._exit(0)": "os._exit(0)",
     "another program": "os.execv('/bin/sleep', ['sleep', '1'])",
     "closed files": "os.closerange(900, 1024); time.sleep(1); os._exit(0)",
-    "the exit of a forked child": "if os.fork() == 0: sys.exit(3)\n        os.wait()",
-    "the death of a forked child": "if os.fork() == 0: os.abort()\n        os.wait()",
+    "the exit of a forked child": "if os.fork() == 0: sys.exit(3)\nos.wait()",
+    "the death of a forked child": "if os.fork() == 0: os.abort()\nos.wait()",
 }
 
 
-@pytest.mark.parametrize("what", LIVES)
-def test_what_is_no_death_ends_no_job(
-    what: str, script: Script, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_death_ends_no_job(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank does something else; one that were taken for dead would be named."""
     monkeypatch.setattr(launcher, "_DEATH_SECONDS", 0.5)
     monkeypatch.setattr(launcher, "_FAILURE_SECONDS", 0.5)
     source = f"""{RANK}
-    if rank == 1:
-        {LIVES[what]}
-    else:
-        time.sleep(3)
-    print("well", flush=True)
+    exec(["time.sleep(3)", *{[*LIVES.values()]}][rank])
+    print("well", rank, flush=True)
     """
-    job = launch(2, [script(source)], timeout=TOO_LONG, capture=True)
+    job = launch(1 + len(LIVES), [script(source)], timeout=TOO_LONG, capture=True)
     assert (job.returncode, deaths(job.stderr)) == (0, []), job.stderr
-    assert "well" in job.stdout
+    assert "well 0" in job.stdout
 
 
 def test_the_launcher_is_found_by_a_path_of_any_length(
