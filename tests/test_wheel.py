@@ -53,15 +53,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def installed(wheel: Path, folder: Path) -> Path:
-    """The Python of an empty environment in which the wheel was installed, with an MPI."""
-    extra = find_mpirun().vendor
-    done = run(sys.executable, "-m", "venv", folder / "env", cwd=folder)
+def installed(wheel: Path, folder: Path, extras: str = "") -> Path:
+    """The Python of an empty environment in which the wheel was installed."""
+    done = run(sys.executable, "-m", "venv", "--without-pip", folder / "env", cwd=folder)
     assert done.returncode == 0, done.stderr
     python = folder / "env" / "bin" / "python"
     # What is not imported need not be compiled, which takes longer than the rest.
-    install = ["install", "--quiet", "--no-compile", f"{wheel}[{extra}]"]
-    done = run(python, "-m", "pip", *install, cwd=folder)
+    install = ["--python", python, "install", "--quiet", "--no-compile", f"{wheel}{extras}"]
+    done = run(sys.executable, "-m", "pip", *install, cwd=folder)
     if "Could not find a version" in done.stderr:
         pytest.skip("NOT RUN: no package index to install from")
     assert done.returncode == 0, done.stderr
@@ -70,7 +69,8 @@ def installed(wheel: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return installed(wheel, tmp_path_factory.mktemp("installed"))
+    """Of an environment that has an MPI, too."""
+    return installed(wheel, tmp_path_factory.mktemp("installed"), f"[{find_mpirun().vendor}]")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from collectives.launch.mpirun import find_mpirun
+from tests.chaos import injecting
 from tests.chaos.__main__ import Environment, run
 from tests.chaos.drawing import ENDING, FAULTS, SURVIVED, Job, Step
 
@@ -73,8 +74,11 @@ def test_a_hang_on_purpose_is_noticed(tmp_path: Path) -> None:
     assert outcome.survived == []
 
 
-def test_what_goes_wrong_on_purpose_is_noticed(tmp_path: Path) -> None:
+def test_what_goes_wrong_on_purpose_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each step breaks one promise, and the verdict is about that one."""
+    monkeypatch.setattr(injecting, "GONE_SECONDS", 4.0)  # the process that is left never goes
     steps = (
         Step("collectives", "stop", 1, sabotage="wrong value"),
         Step("collectives", "late", 1, limit=0.2, sabotage="swallowed error"),
