@@ -1,6 +1,7 @@
 """Run by test_cluster.py: what the ledger records between hosts, and what their interfaces count.
 
-Prints, as JSON, the hosts that were found, and the bytes that each sent to others, both ways.
+Prints, as JSON, the hosts that were found, and the bytes that each sent to others, both ways; one
+line for each argument.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ def sent_by_interface() -> int:
     return int(found.split(":")[1].split()[8])
 
 
-def main(recorded_share: float) -> None:
+def measure(comm: Communicator, recorded_share: float) -> None:
     """`recorded_share`: of the calls, how many are recorded; less than all is a wrong ledger."""
-    comm = collectives.world()
     comm.barrier()
     before = sent_by_interface()
     comm.barrier()
@@ -54,4 +54,6 @@ def main(recorded_share: float) -> None:
 
 
 if __name__ == "__main__":
-    main(float(sys.argv[1]))
+    world = collectives.world()
+    for argument in sys.argv[1:]:
+        measure(world, float(argument))
