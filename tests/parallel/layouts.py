@@ -21,6 +21,7 @@ from parallel.runtime import BatchSize
 from tests.parallel.training import CONTEXT, DATA, Values, nothing
 
 ROWS, STEPS = 17, 4
+FEW_STEPS = 2  # of which the second depends on all that the first one left
 CLIP = 0.1  # less than the norm of any gradient here
 
 # All ways to write 1 to 8 ranks as pipe x data x tensor.

@@ -16,8 +16,10 @@ from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer
 from parallel.accounts.table import by_axis, sums
 from parallel.pipeline import SCHEDULES, Schedule, parse, simulate
 from parallel.rank_report import differences
+from tests.covering import pairwise
 from tests.parallel.layouts import (
     CLIP,
+    FEW_STEPS,
     LAYOUTS,
     ROWS,
     Setup,
@@ -28,24 +30,28 @@ from tests.parallel.layouts import (
 from tests.parallel.training import CONTEXT
 
 OPTIMIZERS = {"sgd": partial(SGD, lr=0.5, momentum=0.9), "adam": Adam}
-each_layout = pytest.mark.parametrize(("pipe", "data", "tensor"), LAYOUTS)
+# Each layout with some optimizer; each number of ranks along an axis with both, tied and untied.
+CASES = pairwise(
+    *3 * [range(1, 9)], OPTIMIZERS, [True, False],
+    where=lambda pipe, data, tensor, *_: (pipe, data, tensor) in LAYOUTS,
+)  # fmt: skip
+CASES += [(*layout, "adam", True) for layout in LAYOUTS if layout not in {x[:3] for x in CASES}]
 
 
 def setup_of(pipe: int, data: int, tensor: int, **options: Any) -> Setup:
-    return Setup((("pipe", pipe), ("data", data), ("tensor", tensor)), **options)
+    return Setup((("pipe", pipe), ("data", data), ("tensor", tensor)), steps=FEW_STEPS, **options)
 
 
 def test_there_are_38_layouts() -> None:
     assert len(LAYOUTS) == len(set(LAYOUTS)) == 38
+    assert {case[:3] for case in CASES} == set(LAYOUTS)
 
 
-@each_layout
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("pipe", "data", "tensor", "optimizer", "is_tied"), CASES)
 def test_losses_and_parameters_are_those_of_one_rank(
-    optimizer: str, pipe: int, data: int, tensor: int
+    pipe: int, data: int, tensor: int, optimizer: str, is_tied: bool
 ) -> None:
-    """With a clipped gradient in each of 4 steps; and the three accounts agree."""
-    is_tied = (pipe + data + tensor) % 2 == 1
+    """With a clipped gradient in each step; and the three accounts agree."""
     setup = setup_of(pipe, data, tensor, model=(("is_tied", is_tied),))
     setup = with_optimizer(setup, OPTIMIZERS[optimizer])
     ends = setup.run()
@@ -53,11 +59,11 @@ def test_losses_and_parameters_are_those_of_one_rank(
     assert differences([end.report for end in ends]) == []
     assert ends[0].table is not None and ends[0].table.check()
     assert all(end.norms == ends[0].norms for end in ends)
-    assert len(ends[0].norms) == 4 and min(ends[0].norms) > CLIP
-    check_parameter_bytes(ends, pipe)
+    assert len(ends[0].norms) == FEW_STEPS and min(ends[0].norms) > CLIP
+    check_parameter_bytes(ends)
 
 
-def check_parameter_bytes(ends: list[Any], pipe: int) -> None:
+def check_parameter_bytes(ends: list[Any]) -> None:
     """Counted bytes are those of the boxes; distinct boxes cover each parameter exactly once."""
     model = ends[0].trainer.model
     places: dict[str, Counter[Any]] = {name: Counter() for name in model.specs}
@@ -81,11 +87,11 @@ def check_parameter_bytes(ends: list[Any], pipe: int) -> None:
 def test_a_box_that_two_ranks_have_is_noticed() -> None:
     """Although it has as many bytes as the right one."""
     ends = setup_of(1, 1, 2).run()
-    check_parameter_bytes(ends, 1)
+    check_parameter_bytes(ends)
     first, second = (end.trainer.model for end in ends)
     second.boxes = first.boxes
     with pytest.raises(AssertionError):
-        check_parameter_bytes(ends, 1)
+        check_parameter_bytes(ends)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +113,7 @@ def test_without_one_sum_the_result_is_another(axis: str, layout: dict[str, int]
     model = (("is_tied", True), ("sequence_parallel", "keep"))
     shared = tuple(each for each in ("data", "context") if each in layout)
     sharding = partial(Sharding.zero, 1, axes=shared) if shared else Sharding
-    good = Setup(tuple(layout.items()), model=model, sharding=sharding)
+    good = Setup(tuple(layout.items()), model=model, sharding=sharding, steps=FEW_STEPS)
     check_equal(good.run(), good.alone())
     with pytest.raises(AssertionError):
         check_equal(good._replace(change=skip).run(), good.alone(), tolerance=1e-6)
@@ -140,7 +146,8 @@ def test_context_parallel(attention: str, layout: tuple[int, ...]) -> None:
     model: tuple[tuple[str, Any], ...] = (("attention", attention), ("is_tied", True))
     if layout[-1] > 1:
         model += (("sequence_parallel", "gather"),)
-    setup = Setup(axes, model=model, sharding=partial(Sharding.zero, 1, axes=("data", "context")))
+    sharding = partial(Sharding.zero, 1, axes=("data", "context"))
+    setup = Setup(axes, model=model, sharding=sharding, steps=FEW_STEPS)
     ends = setup.run()
     check_equal(ends, setup.alone())
     assert differences([end.report for end in ends]) == []
@@ -178,9 +185,12 @@ SYNCHRONOUS = [name for name in SCHEDULES if name != "pipedream"]
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("layout", [(4, 1, 1), (2, 2, 2)])
 def test_every_schedule(name: str, layout: tuple[int, int, int]) -> None:
-    """Tied and with 8 micro-batches, each equals one rank with the same."""
-    recipe = Recipe(num_micro_batches=8, clip=CLIP)
-    setup = setup_of(*layout, schedule=name, recipe=recipe, blocks=6, model=(("is_tied", True),))
+    """Tied, with two stages and two micro-batches for each rank, it equals one rank."""
+    twice = 2 * layout[0]
+    setup = setup_of(
+        *layout, schedule=name, recipe=Recipe(num_micro_batches=twice, clip=CLIP),
+        blocks=twice - 2, model=(("is_tied", True),),
+    )  # fmt: skip
     ends = setup.run()
     check_equal(ends, setup.alone())
     assert differences([end.report for end in ends]) == []
@@ -302,7 +312,7 @@ def test_actions_are_done_as_the_schedule_says_cell_by_cell(name: str) -> None:
     setup = setup_of(2, 1, 1, schedule=name, recipe=recipe, blocks=4, change=watch)
     trainer = setup.run()[0].trainer
     for place, wanted in enumerate(trainer.stages.actions):
-        of_step = log[place][: len(log[place]) // 4]  # one of 4 steps
+        of_step = log[place][: len(log[place]) // FEW_STEPS]
         cells = [word.partition("[")[0].partition("@")[0] for word in of_step]
         found = list(dict.fromkeys(cells))
         parts = [str(part) for action in wanted for part in action.parts or (action,)]

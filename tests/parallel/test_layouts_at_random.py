@@ -14,7 +14,7 @@ from parallel.optim import SGD, Adam
 from parallel.pipeline import SCHEDULES
 from parallel.places import HostMemory, Place
 from parallel.rank_report import differences
-from tests.parallel.layouts import CLIP, End, Setup, check_equal
+from tests.parallel.layouts import CLIP, FEW_STEPS, End, Setup, check_equal
 
 FACTORS = [(2,), (3,), (2, 2), (2, 3), (2, 2, 2)]  # of the number of ranks
 SYNCHRONOUS = [name for name in SCHEDULES if name != "pipedream"]
@@ -53,7 +53,7 @@ def drawn(seed: int) -> Setup:
     sharding = partial(Sharding.zero, draw.choice([1, 2, 3]), axes=("data", "context"))
     return Setup(
         tuple(axes.items()), schedule, recipe, sharding, tuple(model.items()),
-        blocks=max(1, pipe * info.num_chunks - draw.randint(0, 2)),
+        blocks=max(1, pipe * info.num_chunks - draw.randint(0, 2)), steps=FEW_STEPS,
     )  # fmt: skip
 
 
