@@ -9,6 +9,7 @@ import pytest
 
 import collectives
 from collectives import Communicator
+from tests.covering import pairwise
 from tests.scenarios import (
     ALGORITHMS,
     COLLECTIVES,
@@ -79,19 +80,23 @@ def test_every_algorithm_on_about_one_element_per_rank(size: int) -> None:
     )
 
 
-def around_a_segment(kind: str, size: int) -> list[int]:
-    """Elements of which all, or one of `size` parts, just fit a segment, or just do not."""
-    fitting = SEGMENT_BYTES // dtype(kind).itemsize
-    return [whole + one for whole in (fitting, fitting * size) for one in (-1, 0, 1)]
+def fitting(kind: str) -> int:
+    """Elements that just fit a segment."""
+    return SEGMENT_BYTES // dtype(kind).itemsize
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("collective", COLLECTIVES)
-def test_about_as_many_as_a_segment_holds(collective: str, size: int) -> None:
-    num_parts = 1 if collective in ("gather", "all_gather") else size  # the rows are each rank's
-    for count in dict.fromkeys(around_a_segment("float64", num_parts)):
-        rows = random_rows(collective, size, count, is_even=True)
-        on_threads([RandomJob(collective, None, size, rows, "float64")])
+@pytest.mark.parametrize(
+    ("collective", "size", "more", "is_each_part"),
+    pairwise(COLLECTIVES, SIZES, [-1, 0, 1], [False, True]),
+)
+def test_about_as_many_as_a_segment_holds(
+    collective: str, size: int, more: int, is_each_part: bool
+) -> None:
+    """All of them, or each of `size` parts, just fit a segment, or just do not."""
+    are_each_ranks = collective in ("gather", "all_gather")
+    num_parts = size if is_each_part and not are_each_ranks else 1
+    rows = random_rows(collective, size, num_parts * fitting("float64") + more, is_even=True)
+    on_threads([RandomJob(collective, None, size, rows, "float64")])
 
 
 @pytest.mark.parametrize("kind", ["uint8", "float16", "bfloat16"])
@@ -100,8 +105,8 @@ def test_small_elements_fill_segments_too(collective: str, kind: str) -> None:
     on_threads(
         [
             job
-            for count in around_a_segment(kind, 3)[-3::2]
-            for job in jobs_of(collective, None, 3, count, kind)
+            for more in (-1, 1)
+            for job in jobs_of(collective, None, 3, 3 * fitting(kind) + more, kind)
         ]
     )
 
@@ -110,6 +115,6 @@ def test_small_elements_fill_segments_too(collective: str, kind: str) -> None:
     ("collective", "name"), [each for each in ALGORITHMS if each[0] in REDUCTIONS]
 )
 def test_every_reduction_in_segments_one_of_them_short(collective: str, name: str) -> None:
-    fitting = SEGMENT_BYTES // dtype("float64").itemsize
-    is_even, *_, is_uneven_and_in_place = jobs_of(collective, name, 4, 6 * fitting + 7, "float64")
+    count = 6 * fitting("float64") + 7
+    is_even, *_, is_uneven_and_in_place = jobs_of(collective, name, 4, count, "float64")
     on_threads([is_even, is_uneven_and_in_place])

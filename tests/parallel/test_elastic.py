@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -122,6 +123,7 @@ def elastic(*fates: Fate | None, kind: type[Elastic] = Elastic) -> list[End]:
     return [end for end in collectives.run(fn, size=RANKS) if end is not None]
 
 
+@cache
 def leaving(*leaves: tuple[int, int]) -> End:
     """The reference: before a step (first) a rank (second) leaves, as is agreed beforehand."""
 

@@ -14,6 +14,7 @@ from parallel.optim import Adam
 from parallel.pipeline import make, simulate
 from parallel.placement import length, span
 from parallel.rank_report import differences
+from parallel.stages import Stages
 from tests.parallel.layouts import STEPS, Setup, batch, boxes_of, with_optimizer
 from tests.parallel.training import CONTEXT, Values
 
@@ -32,12 +33,11 @@ def setup_of(pipe: int, data: int, tensor: int, **options: Any) -> Setup:
 class Emulation:
     """One rank that does what the stages of all ranks do, with the versions of the simulator."""
 
-    def __init__(self, setup: Setup) -> None:
+    def __init__(self, setup: Setup, stages: Stages) -> None:
         axes = dict(setup.axes)
         self.pipe, self.data = axes["pipe"], axes["data"]
-        stages = setup.run()[0].trainer.stages if self.pipe > 1 else None
         self.model = setup._replace(blocks=None).make_model(None)
-        self.layers = stages.layers if stages is not None else (tuple(self.model.layers),)
+        self.layers = stages.layers
         self.trainer = Trainer(None, self.model, setup.recipe, schedule="gpipe")
         self.simulation = simulate(make("pipedream", self.pipe, MICRO_BATCHES))
         self.history: list[list[dict[str, Values]]] = [[self.copy(s)] for s in self.layers]
@@ -94,7 +94,8 @@ OPTIMIZERS = {"SGD": partial(SGD, lr=0.1, momentum=0.9), "Adam": partial(Adam, e
 def test_it_equals_a_serial_emulation(pipe: int, data: int, tensor: int, optimizer: Any) -> None:
     """To 1e-12: losses and parameters."""
     setup = with_optimizer(setup_of(pipe, data, tensor), optimizer)
-    ends, serial = setup.run(), Emulation(setup)
+    ends = setup.run()
+    serial = Emulation(setup, ends[0].trainer.stages)
     losses = [serial.step(step) for step in range(STEPS)]
     wanted = {name: x for name, _, x in boxes_of(serial.trainer)}
     for end in ends:
