@@ -1,6 +1,6 @@
 """The programs of the GPU tests are right themselves: here they run on the fake GPU.
 
-Of the programs that make many calls, few of them: `stride` in `tests/gpu/places.py`.
+Of the programs that make many calls, every eleventh call.
 """
 
 from __future__ import annotations

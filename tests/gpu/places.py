@@ -104,7 +104,7 @@ class OnCupy:
 class OnFake:
     """The fake GPU, which is as late as CUDA allows."""
 
-    large, stride = 50_011, 29
+    large, stride = 50_011, 11
 
     def __init__(self, rank: int) -> None:
         from tests import fake_device, fake_driver

@@ -16,6 +16,9 @@ from parallel.presets import STRATEGIES
 from tests.launch.strategies_program import EXACT, ROUNDED
 
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
+# Beyond the time limit of a launch.
+pytestmark = pytest.mark.timeout(270)
+
 EQUAL = (
     "predicted = recorded = observed by MPI, to the byte"
     if IS_OPEN_MPI
@@ -49,7 +52,7 @@ def run_every_strategy(num_ranks: int, *options: str) -> None:
         ["-m", "tests.launch.strategies_program", *options],
         mpi_args=MPIRUN_ARGS if IS_OPEN_MPI else (),
         env=environment(),
-        timeout=100,
+        timeout=250,
         capture=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
