@@ -36,7 +36,7 @@ class Layout(NamedTuple):
         return "--moe" in self.model
 
 
-# Those of one job, on so many ranks.  On MPICH, .ci/run leaves out the jobs with "more" layouts.
+# Those of one job, on so many ranks.  On MPICH, .ci/run runs those of "4 ranks" alone.
 JOBS: dict[str, tuple[int, list[Layout]]] = {
     "4 ranks": (4, [
         Layout("--mesh data=2,context=2 --attention ulysses --zero 2"),
