@@ -18,8 +18,8 @@ from shutil import which
 
 import pytest
 
-# As in the ranks of a job.  Where ranks are threads, the threads of OpenBLAS would spin beside them
-# and take more than half of the time.  OpenBLAS reads this when NumPy is imported.
+# As in the ranks of a job.  Where ranks are threads and matrices are large, the threads of OpenBLAS
+# would spin beside them.  OpenBLAS reads this when NumPy is imported.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from tests import hygiene

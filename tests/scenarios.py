@@ -6,7 +6,7 @@ what it must get.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -233,6 +233,11 @@ def some_jobs(
     every = (job for size in sizes for job in all_jobs(size) if job.collective == collective)
     jobs = {properties(job): job for job in every}
     return [jobs[row] for row in covering([*jobs])]
+
+
+def name_and_options(job: Job) -> Sequence[str]:
+    """The algorithm of a job and its options apart, as `some_jobs` takes them."""
+    return (job.algorithm or "").partition("(")[::2]
 
 
 def jobs_of(collective: str, algorithm: str, size: int) -> list[Job]:

@@ -26,7 +26,7 @@ from tests.device.test_again import calls_of_a_kind_under_way
 from tests.device.test_messages import random_messages
 from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fake_driver import gpu
-from tests.scenarios import COLLECTIVES, Job, some_jobs
+from tests.scenarios import COLLECTIVES, Job, name_and_options, some_jobs
 
 PROGRAMS = Programs()
 
@@ -37,7 +37,6 @@ def links(comm: Communicator) -> Any:
 
 def jobs_on(size: int) -> list[Job]:
     """Each algorithm that serves so many ranks: of the jobs on 2, 3 and 4 ranks, with all pairs."""
-    name_and_options = lambda job: job.algorithm.partition("(")[::2]  # noqa: E731
     some = [job for each in COLLECTIVES for job in some_jobs(each, (2, 3, 4), name_and_options)]
     return [job for job in some if job.size == size]
 

@@ -22,7 +22,7 @@ from collectives.engines.board import Board
 from tests import device_scenarios as scenarios
 from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fake_driver import gpu
-from tests.scenarios import COLLECTIVES, Job, all_jobs, some_jobs
+from tests.scenarios import COLLECTIVES, Job, all_jobs, name_and_options, some_jobs
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
 
@@ -50,7 +50,7 @@ def write(x: FakeDeviceArray, values: np.ndarray) -> None:
 
 
 def algorithm(job: Job) -> str:
-    return (job.algorithm or "").partition("(")[0]
+    return name_and_options(job)[0]
 
 
 def check_sum(
@@ -70,7 +70,7 @@ QUEUE_LENGTHS = {2: 8, 3: 64, 4: 16, 5: 64}  # by the number of ranks
 @cache
 def jobs_of(collective: str) -> list[Job]:
     """Each algorithm on each number of ranks, and of each kind; on some of them with options."""
-    return some_jobs(collective, QUEUE_LENGTHS, lambda job: job.algorithm.partition("(")[::2])
+    return some_jobs(collective, QUEUE_LENGTHS, name_and_options)
 
 
 @pytest.mark.parametrize("size", QUEUE_LENGTHS)
