@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -40,12 +41,16 @@ class Sizes(NamedTuple):
 
 
 class LoweredCall(NamedTuple):
-    """A call: for each rank its program, its device program, and the sizes of its arrays."""
+    """A call: for each rank its program, its device program, and the sizes of its arrays.
+
+    `num_blocks`: of each rank's kernel; then there is a device program for each block of each rank.
+    """
 
     programs: Sequence[Program]
     lowered: Sequence[DeviceProgram]
     sizes: Sequence[Sizes]
     is_barrier: bool = False
+    num_blocks: int = 1
 
 
 def verify_lowered(*calls: LoweredCall) -> None:
@@ -54,7 +59,8 @@ def verify_lowered(*calls: LoweredCall) -> None:
     Before each call, the caller of each rank writes to all buffers, in order with its device;
     after it, the caller reads the output.  The operations of a rank are in one order, whatever
     their streams are: each run waits for the event of the one before it, and for that of its start
-    (tests/device/test_order_of_streams.py looks for what has no order).
+    (tests/device/test_order_of_streams.py looks for what has no order).  The blocks of a kernel
+    have an order of their own each; the first one is in order with the caller.
 
     Raises ScheduleError if two ranks use the same bytes without an order between them, if ranks
     wait for each other forever, if a rank writes to a peer's memory, or if a result is wrong.
@@ -169,101 +175,127 @@ def _work(row: Row, layout: _Layout, words: Words) -> None:
 
 
 class _Watched:
-    """The memory of a rank, and when each rank has read or written each of its words."""
+    """The memory of a rank, and when each agent has read or written each of its words.
 
-    def __init__(self, owner: int, num_ranks: int, num_words: int) -> None:
-        self.owner = owner
+    `names`: of all agents.
+    """
+
+    def __init__(self, names: Sequence[str], num_words: int) -> None:
+        self._names = names
         self.words: Words = np.zeros(num_words, np.uint64)
-        self._read_at = np.zeros((num_ranks, num_words), np.int64)
-        self._written_at = np.zeros(num_words, np.int64)
+        self._read_at, self._written_at = np.zeros((2, len(names), num_words), np.int64)
 
-    def read(self, rank: int, clock: Clock, part: slice) -> Words:
-        """What a rank finds there."""
-        if (self._written_at[part] > clock[self.owner]).any():
-            raise ScheduleError(
-                f"rank {rank} reads what rank {self.owner} may write at the same time"
-            )
-        self._read_at[rank, part] = clock[rank]
+    def read(self, agent: int, clock: Clock, part: slice) -> Words:
+        """What an agent finds there."""
+        if (other := _later(self._written_at[:, part], clock)) is not None:
+            names = self._names[agent], self._names[other]
+            raise ScheduleError("{} reads what {} may write at the same time".format(*names))
+        self._read_at[agent, part] = clock[agent]
         return self.words[part]
 
-    def write(self, clock: Clock, part: slice, words: Words) -> None:
-        """Let the owner write there."""
-        for rank, read_at in enumerate(self._read_at):
-            if (read_at[part] > clock[rank]).any():
-                raise ScheduleError(f"rank {self.owner} writes what rank {rank} may still read")
-        self._written_at[part] = clock[self.owner]
+    def write(self, agent: int, clock: Clock, part: slice, words: Words) -> None:
+        """Let an agent of the owner write there."""
+        for times, verb in ((self._read_at, "read"), (self._written_at, "write")):
+            if (other := _later(times[:, part], clock)) is not None:
+                names = self._names[agent], self._names[other]
+                raise ScheduleError("{} writes what {} may still {}".format(*names, verb))
+        self._written_at[agent, part] = clock[agent]
         self.words[part] = words
+
+
+def _later(times: Clock, clock: Clock) -> int | None:
+    """An agent with a time that does not certainly come before the clock, if there is one."""
+    late = np.flatnonzero((times > clock[:, None]).any(axis=1))
+    return int(late[0]) if late.size else None
 
 
 class _Run:
     """One run of all devices, with vector clocks.
 
-    `clocks`: for each rank, how much each rank has certainly done before what this rank does now.
-    `call_of`: the call that each rank has begun.  `starts`: the clock of each rank at that moment.
+    An agent is what has its operations in one order: the device of a rank, or each of the blocks of
+    its kernel.
+
+    `clocks`: for each agent, how much each agent has certainly done before what this one does now.
+    `call_of`: the call that each agent has begun.  `starts`: the clock of the first agent of each
+    rank at that moment.
     """
 
     def __init__(self, calls: Sequence[LoweredCall]) -> None:
-        self.calls, size = calls, len(calls[0].programs)
+        self.calls, self.num_blocks = calls, calls[0].num_blocks
+        size = len(calls[0].programs)
         self.layouts = [[*map(_Layout, call.sizes, call.programs)] for call in calls]
         self.results = [_results(number, call) for number, call in enumerate(calls)]
+        names = [*self._names(size)]
         self.memories = [
-            _Watched(rank, size, max(layouts[rank].num_words for layouts in self.layouts))
+            _Watched(names, max(layouts[rank].num_words for layouts in self.layouts))
             for rank in range(size)
         ]
-        self.clocks: Clock = np.zeros((size, size), np.int64)
-        self.call_of, self.starts = [-1] * size, np.zeros((len(calls) + 1, size), np.int64)
+        self.clocks: Clock = np.zeros((len(names), len(names)), np.int64)
+        self.call_of = [-1] * len(names)
+        self.starts = np.zeros((len(calls) + 1, size), np.int64)
         self.caused: dict[tuple[int, int], Clock] = {}
         self.sent: dict[tuple[Counter, int], Words] = {}
 
+    def _names(self, size: int) -> Iterator[str]:
+        """How the agents are called."""
+        for rank, block in product(range(size), range(self.num_blocks)):
+            yield f"block {block} of rank {rank}" if self.num_blocks > 1 else f"rank {rank}"
+
     def run(self) -> None:
-        ranks, ends = _one_after_another(self.calls)
-        for rank, index, operation, cause in in_order(ranks):
-            while self.call_of[rank] < 0 or index >= ends[self.call_of[rank]][rank]:
-                self._next_call(rank)
-            clock = self.clocks[rank]
-            clock[rank] += 1
+        agents, ends = _one_after_another(self.calls)
+        for agent, index, operation, cause in in_order(agents):
+            while self.call_of[agent] < 0 or index >= ends[self.call_of[agent]][agent]:
+                self._next_call(agent)
+            clock = self.clocks[agent]
+            clock[agent] += 1
             if operation.kind in RAISING:
-                self.caused[rank, index] = clock.copy()
+                self.caused[agent, index] = clock.copy()
             elif cause is not None:
                 np.maximum(clock, self.caused[cause], out=clock)
-            self._work(rank, operation)
-        for rank in range(len(ranks)):
-            while self.call_of[rank] < len(self.calls):
-                self._next_call(rank)
+            self._work(agent, operation)
+        for agent in range(len(agents)):
+            while self.call_of[agent] < len(self.calls):
+                self._next_call(agent)
 
-    def _next_call(self, rank: int) -> None:
+    def _next_call(self, agent: int) -> None:
+        """Go on to the next call, between which and the last one is the caller of a rank."""
+        if agent % self.num_blocks == 0:
+            self._return(agent, agent // self.num_blocks)
+        self.call_of[agent] += 1
+
+    def _return(self, agent: int, rank: int) -> None:
         """What a caller does between two calls: read the output, and write everything."""
-        number, memory, clock = self.call_of[rank], self.memories[rank], self.clocks[rank]
-        clock[rank] += 1
+        number, memory, clock = self.call_of[agent], self.memories[rank], self.clocks[agent]
+        clock[agent] += 1
         if number >= 0:
-            self._check_end(rank, number)
-            found = memory.read(rank, clock, self.layouts[number][rank].output)
+            self._check_end(agent, number)
+            found = memory.read(agent, clock, self.layouts[number][rank].output)
             if not np.array_equal(found, self.results[number][rank]):
                 raise ScheduleError(f"rank {rank} gets another result than its program says")
-        self.call_of[rank] = number = number + 1
-        clock[rank] += 1
-        self.starts[number, rank] = clock[rank]
+        number += 1
+        clock[agent] += 1
+        self.starts[number, rank] = clock[agent]
         words = _contents(number, rank, memory.words.size)
         if number < len(self.calls):
             num_words = self.layouts[number][rank].num_words
             words[:num_words] = _contents(number, rank, num_words)
-        memory.write(clock, slice(None), words)
+        memory.write(agent, clock, slice(None), words)
 
-    def _check_end(self, rank: int, number: int) -> None:
+    def _check_end(self, agent: int, number: int) -> None:
         """That every rank has come to a barrier that this one leaves."""
-        starts = self.starts[number]
-        is_early = (starts == 0).any() or (self.clocks[rank] < starts).any()
+        starts, clock = self.starts[number], self.clocks[agent][:: self.num_blocks]
+        is_early = (starts == 0).any() or (clock < starts).any()
         if self.calls[number].is_barrier and is_early:
             raise ScheduleError("a rank may leave the barrier before another one has come")
 
-    def _work(self, rank: int, operation: DeviceOperation) -> None:
+    def _work(self, agent: int, operation: DeviceOperation) -> None:
         """The data that an operation reads and writes."""
-        target, size, clock = operation.target, operation.size, self.clocks[rank]
+        target, size, rank = operation.target, operation.size, agent // self.num_blocks
         kind, operands = operation.kind, operation.operands
         if not size:
             return
-        layout = self.layouts[self.call_of[rank]]
-        values = [self._read(rank, clock, place, size) for place in operands]
+        layout = self.layouts[self.call_of[agent]]
+        values = [self._read(agent, place, size) for place in operands]
         if kind == DeviceKind.SEND:
             assert operation.counter is not None
             self.sent[operation.counter, operation.value] = values[0].copy()
@@ -274,41 +306,44 @@ class _Run:
         own = [layout[rank].part(*place[1:], size) for place in operands if place.rank == rank]
         if any(x != part and x.start < part.stop and part.start < x.stop for x in own):
             raise ScheduleError(f"rank {rank} overwrites what it still reads: {operation}")
-        self.memories[rank].write(clock, part, self._value(rank, operation, values, part))
+        clock, value = self.clocks[agent], self._value(agent, operation, values, part)
+        self.memories[rank].write(agent, clock, part, value)
 
     def _value(
-        self, rank: int, operation: DeviceOperation, values: Sequence[Words], part: slice
+        self, agent: int, operation: DeviceOperation, values: Sequence[Words], part: slice
     ) -> Words:
         """What an operation writes."""
         if operation.kind == DeviceKind.RECEIVE:
             assert operation.counter is not None
             return self.sent.pop((operation.counter, operation.value))
         if operation.kind == DeviceKind.DIVIDE:
-            return _divided(self.memories[rank].read(rank, self.clocks[rank], part))
+            memory = self.memories[agent // self.num_blocks]
+            return _divided(memory.read(agent, self.clocks[agent], part))
         result = values[0].copy()
         for at, value in enumerate(values[1:], 1):
             is_left = operation.lefts >> at & 1
             result = _combined(value, result) if is_left else _combined(result, value)
         return result
 
-    def _read(self, rank: int, clock: Clock, place: Place, size: int) -> Words:
-        layout = self.layouts[self.call_of[rank]][place.rank]
-        return self.memories[place.rank].read(rank, clock, layout.part(*place[1:], size))
+    def _read(self, agent: int, place: Place, size: int) -> Words:
+        layout = self.layouts[self.call_of[agent]][place.rank]
+        part = layout.part(*place[1:], size)
+        return self.memories[place.rank].read(agent, self.clocks[agent], part)
 
 
 def _one_after_another(
     calls: Sequence[LoweredCall],
 ) -> tuple[list[list[DeviceOperation]], list[list[int]]]:
-    """The operations of all calls, for each rank, and where those of each call end.
+    """The operations of all calls, for each agent, and where those of each call end.
 
     The counters go on from call to call.
     """
-    ranks: list[list[DeviceOperation]] = [[] for _ in calls[0].programs]
+    agents: list[list[DeviceOperation]] = [[] for _ in calls[0].lowered]
     ends: list[list[int]] = []
     reached: dict[Counter, int] = {}
     for call in calls:
         highest = dict(reached)
-        for operations, lowered in zip(ranks, call.lowered, strict=True):
+        for operations, lowered in zip(agents, call.lowered, strict=True):
             for operation in lowered.operations:
                 if (counter := operation.counter) is not None:
                     value = operation.value + reached.get(counter, 0)
@@ -317,5 +352,5 @@ def _one_after_another(
                 else:
                     operations.append(operation)
         reached = highest
-        ends.append([*map(len, ranks)])
-    return ranks, ends
+        ends.append([*map(len, agents)])
+    return agents, ends
