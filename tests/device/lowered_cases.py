@@ -8,14 +8,13 @@ from itertools import combinations
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import numpy as np
-
 from collectives import algorithms
 from collectives.arrays import operator
 from collectives.lowering import DeviceProgram, LoweredCall, lower
 from collectives.lowering.verify import Sizes
 from collectives.programs import Aliasing, CallSpec, Counts, Program, compile_call
 from collectives.schedule import SPECS, even_counts
+from tests.scenarios import dtype
 
 KINDS = "even", "uneven", "sparse", "empty"  # of counts
 # The ranks whose output is a part of their input or contains it; or it overlaps somewhere.
@@ -35,6 +34,7 @@ class Case(NamedTuple):
     op: str = "sum"
     in_place: str = "none"
     staged: Collection[tuple[int, int]] = frozenset()
+    dtype: str = "float32"
 
     def lengths(self, rank: int) -> tuple[int, int]:
         """The elements of a rank's input and output."""
@@ -84,7 +84,7 @@ class Case(NamedTuple):
             tuple(options.items()),
             self.segments,
             self.name,
-            np.dtype(np.float32),
+            dtype(self.dtype),
             self.counts,
             self.root,
             operator(self.op, self.collective) if is_reduction else None,

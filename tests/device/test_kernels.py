@@ -21,9 +21,11 @@ import numpy as np
 import pytest
 
 from collectives.arrays import HOST
-from collectives.devices import kernels
+from collectives.devices import cuda_source
+from collectives.devices.cuda_source import combine_source, divide_source
 from collectives.devices.enqueue import THREADS, num_blocks
-from collectives.devices.kernels import CudaKernels, divide_source, source
+from collectives.devices.interpreter_source import interpreter_source
+from collectives.devices.kernels import CudaKernels
 from tests.arrays.test_kernels import (
     COMBINATIONS,
     COMPLEX,
@@ -94,7 +96,7 @@ class Kernel(NamedTuple):
 
 
 def combining(function: str, name: str) -> Kernel:
-    code = source(function, dtype(name))
+    code = combine_source(function, dtype(name))
     assert code is not None
     return Kernel(f"{function}_{name}", "combine", code)
 
@@ -412,7 +414,9 @@ def ptx(library: ctypes.CDLL, code: str) -> str:
     program = ctypes.c_void_p()
     name = b"kernel.cu"
     library.nvrtcCreateProgram(ctypes.byref(program), code.encode(), name, 0, None, None)
-    options = [option.encode() for option in (*kernels.OPTIONS, "--gpu-architecture=compute_80")]
+    options = [
+        option.encode() for option in (*cuda_source.OPTIONS, "--gpu-architecture=compute_80")
+    ]
     array = (ctypes.c_char_p * len(options))(*options)
     error = library.nvrtcCompileProgram(program, len(options), array)
     assert error == 0, text(library, "ProgramLog", program)
@@ -438,8 +442,20 @@ NOT_WANTED = {
 }
 
 
+def interpreting(function: str | None, name: str) -> Kernel:
+    code = interpreter_source(function, dtype(name))
+    assert code is not None
+    return Kernel(f"interpret_{function}_{name}", "interpret", code)
+
+
+INTERPRETERS = [
+    interpreting(None, "float32"),
+    *(interpreting("maximum" if name == "bool" else "add", name) for name in cuda_source.DTYPES),
+]
+
+
 @WITH_NVRTC
-@pytest.mark.parametrize("kernel", ALL, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("kernel", ALL + INTERPRETERS, ids=lambda kernel: kernel.name)
 def test_nvidias_compiler_takes_the_source(kernel: Kernel) -> None:
     assert NVRTC is not None
     found = ptx(NVRTC, kernel.code)
@@ -457,7 +473,8 @@ def test_nvidias_compiler_refuses_what_is_wrong() -> None:
 
 @pytest.mark.parametrize(("function", "kind"), NOT_SERVED, ids=str)
 def test_there_is_no_kernel(function: str, kind: Any) -> None:
-    assert source(function, np.dtype(kind)) is None
+    assert combine_source(function, np.dtype(kind)) is None
+    assert interpreter_source(function, np.dtype(kind)) is None
 
 
 @pytest.mark.parametrize(
@@ -467,7 +484,7 @@ def test_there_is_no_kernel(function: str, kind: Any) -> None:
 )
 def test_no_kernel_divides(kind: Any) -> None:
     assert divide_source(np.dtype(kind)) is None
-    assert source("add", np.dtype(ml_dtypes.int4)) is None
+    assert combine_source("add", np.dtype(ml_dtypes.int4)) is None
 
 
 @pytest.mark.parametrize(
@@ -479,9 +496,9 @@ def test_numpy_is_asked_which_zero_is_the_lesser(
     def minimum(left: np.ndarray, right: np.ndarray, out: np.ndarray) -> None:
         out[...] = {"left": left, "right": right, "the negative": -0.0}[of_two_zeros]
 
-    monkeypatch.setattr(kernels, "HOST", SimpleNamespace(binary=lambda function, kind: minimum))
-    monkeypatch.setattr(kernels, "_comparison", kernels._comparison.__wrapped__)
-    code = source("minimum", dtype("bfloat16"))
+    monkeypatch.setattr(cuda_source, "HOST", SimpleNamespace(binary=lambda function, kind: minimum))
+    monkeypatch.setattr(cuda_source, "_comparison", cuda_source._comparison.__wrapped__)
+    code = combine_source("minimum", dtype("bfloat16"))
     if comparison is None:
         assert code is None
     else:
@@ -533,8 +550,9 @@ def test_a_kernel_is_compiled_once_for_each_device(cuda: FakeCuda) -> None:
     assert [found.combine("add", dtype("float32")), found.divide(dtype("bfloat16"))] == first
     cuda.device = 1
     assert found.combine("add", dtype("float32")) == 3007
-    codes = [source("add", dtype("float32")), divide_source(dtype("bfloat16"))]
-    assert cuda.compiled == [(code, kernels.OPTIONS) for code in [*codes, codes[0]]]
+    codes = [combine_source("add", dtype("float32")), divide_source(dtype("bfloat16"))]
+    assert cuda.compiled == [(code, cuda_source.OPTIONS) for code in [*codes, codes[0]]]
+    assert found.interpret(None, dtype("int64")) == found.interpret(None, dtype("float16")) == 4009
 
 
 def test_nothing_is_compiled_for_other_dtypes(cuda: FakeCuda) -> None:
