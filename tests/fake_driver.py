@@ -27,7 +27,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +35,7 @@ import numpy as np
 
 from collectives.arrays.backends import HOST, Bytes
 from collectives.arrays.kernels import _KINDS, kind
+from collectives.devices import kernel_program
 from collectives.devices.driver import (
     BUFFER_ID,
     DISABLE_TIMING,
@@ -43,12 +44,15 @@ from collectives.devices.driver import (
     MEMORY_OPERATION_WORDS,
     NON_BLOCKING,
     NOT_READY,
+    NUM_MULTIPROCESSORS,
     WAIT_VALUE,
     WRITE_VALUE,
     Driver,
     DriverError,
     IpcHandle,
 )
+from tests.fake_interpreter import KernelRun, combined
+from tests.fake_interpreter import Words as ProgramWords
 from tests.fake_races import NOTHING, Clock, Races, Use
 
 INVALID_VALUE, OUT_OF_MEMORY, INVALID_CONTEXT, ALREADY_MAPPED = 1, 2, 201, 208
@@ -167,6 +171,11 @@ class MemoryFile:
             yield
         finally:
             fcntl.flock(self.descriptor, fcntl.LOCK_UN)
+
+    @cached_property
+    def writable(self) -> Bytes:
+        """The memory, as kernels may write the counters in it."""
+        return np.frombuffer(mmap.mmap(self.descriptor, NUM_BYTES), np.uint8)
 
     def close(self) -> None:
         """Give the descriptor back; the mapping goes with the last array of it."""
@@ -472,7 +481,8 @@ class Operation:
 
     `ranges`: the device memory that it uses.  `counter`: the address of the word that it awaits, or
     writes, if `is_raising`; and `value`.  `mark`: what it passes.  `awaited`: the mark that it
-    waits for.  `known`: what the host had seen when it enqueued this.
+    waits for.  `run`: what executes it in parts.  `known`: what the host had seen when it enqueued
+    this.
     """
 
     what: str
@@ -484,6 +494,7 @@ class Operation:
     mark: Mark | None = None
     awaited: Mark | None = None
     is_ready: Callable[[], bool] = _always
+    run: KernelRun | None = None
     known: Clock = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -656,10 +667,12 @@ class Streams:
         if not ready:
             return False
         stream = self.random.choice(ready)
-        operation = stream.queue.popleft()
-        if not stream.queue:
-            del self._busy[stream.handle]
-        self._execute(stream, operation)
+        operation = stream.queue[0]
+        if operation.run is None or self._has_ended(stream, operation, operation.run):
+            stream.queue.popleft()
+            if not stream.queue:
+                del self._busy[stream.handle]
+            self._execute(stream, operation)
         self._num_executed += 1
         self.num_left -= self._may_stand_still(stream)
         return True
@@ -675,12 +688,28 @@ class Streams:
         is_lost = operation.counter is not None and not self.is_registered(operation.counter)
         return is_lost or operation.is_ready()
 
+    def _has_ended(self, stream: Stream, operation: Operation, run: KernelRun) -> bool:
+        """Execute a part of an operation; return whether it was the last one, or must not be."""
+        if self._objection(operation):
+            return True
+        if not run.has_begun:
+            self._keep_in_order(stream.handle, operation)
+            run.begin(self.races.of(stream.handle))
+        with np.errstate(all="ignore"):
+            has_ended = run.step(self.random.choice)
+        self.violations += run.violations
+        run.violations.clear()
+        if has_ended:
+            self.races.begin(stream.handle, *run.clocks())
+        return has_ended
+
     def _execute(self, stream: Stream, operation: Operation) -> None:
         place = f"stream {stream.handle:#x}: {operation.what}"
         if objection := self._objection(operation):
             self._break(ILLEGAL_ADDRESS, f"{place}: {objection}")
         else:
-            self._keep_in_order(stream.handle, operation)
+            if operation.run is None:
+                self._keep_in_order(stream.handle, operation)
             try:
                 with np.errstate(all="ignore"):  # as on a GPU
                     operation.execute()
@@ -704,7 +733,7 @@ class Streams:
             why = races.raise_to(stream, word, value, _word(word).value)
             self.violations += [why] if why else []
         for used in sorted(operation.ranges, key=lambda each: each.is_written):
-            if used.size:
+            if used.size and operation.run is None:
                 number, what = clock[stream], operation.what
                 use = Use(used.address, used.end, stream, number, used.is_written, what)
                 self.violations += races.use(use)
@@ -762,10 +791,23 @@ class Streams:
 
 
 class Kernel(NamedTuple):
-    """A kernel: how many words its parameters are, and the operation that it is with these."""
+    """A kernel: the operation that it is with its parameters, and the words of each of these.
 
-    num_words: int
-    operation: Callable[[Sequence[int]], Operation]
+    `is_cooperative`: whether its blocks wait for each other.
+    """
+
+    operation: Callable[..., Operation]
+    sizes: Sequence[int]
+    is_cooperative: bool = False
+
+    def launched(self, parameters: int, *grid: int) -> Operation:
+        """The operation, with the parameters to which there are pointers."""
+        pointers = (_WORD * len(self.sizes)).from_address(parameters)
+        values = [
+            list((_WORD * size).from_address(pointer))
+            for pointer, size in zip(pointers, self.sizes, strict=True)
+        ]
+        return self.operation(*values, *grid)
 
 
 class FakeKernels:
@@ -780,14 +822,38 @@ class FakeKernels:
         """See `collectives.devices.driver.Kernels`."""
         if not _is_served(dtype) or kind(dtype) not in _KINDS.get(function, ""):
             return None
-        kernel = Kernel(12, lambda words: self._combination(function, dtype, words))
+        kernel = Kernel(partial(self._combination, function, dtype), (1,) * 12)
         return self._address(function, dtype, kernel)
 
     def divide(self, dtype: np.dtype[Any]) -> int | None:
         """See `collectives.devices.driver.Kernels`."""
         if not _is_served(dtype) or kind(dtype) not in "fc":
             return None
-        return self._address("divide", dtype, Kernel(3, lambda words: self._division(dtype, words)))
+        return self._address("divide", dtype, Kernel(partial(self._division, dtype), (1,) * 3))
+
+    def interpret(self, function: str | None, dtype: np.dtype[Any]) -> int | None:
+        """See `collectives.devices.driver.Kernels`."""
+        is_served = function is None or self.combine(function, dtype) is not None
+        if not self._gpu.has_interpreter or not is_served:
+            return None
+        sizes = kernel_program.NUM_WORDS, 1
+        kernel = Kernel(partial(self._program, function, dtype), sizes, is_cooperative=True)
+        return self._address(f"interpret {function}", dtype, kernel)
+
+    def _program(
+        self,
+        function: str | None,
+        dtype: np.dtype[Any],
+        words: list[int],
+        run: list[int],
+        num_blocks: int,
+        stream: int,
+    ) -> Operation:
+        program, agents = ProgramWords(words, *run), self._gpu.agents(stream, num_blocks)
+        parts = KernelRun(program, function, dtype, self._gpu, self._gpu.races, agents)
+        ranges = [Range(*each) for each in program.ranges()]
+        what = f"run {run[0]} of a program"
+        return Operation(what, ranges=ranges, is_ready=parts.can_move, run=parts)
 
     def _address(self, function: str, dtype: np.dtype[Any], kernel: Kernel) -> int:
         """The number of a kernel; the first time it is loaded, which waits for all streams."""
@@ -800,8 +866,9 @@ class FakeKernels:
             self.by_address.setdefault(address, kernel)
             return address
 
-    def _combination(self, name: str, dtype: np.dtype[Any], words: Sequence[int]) -> Operation:
-        result, lefts, num_operands, num_elements, *addresses = words
+    def _combination(self, name: str, dtype: np.dtype[Any], *grid: Any) -> Operation:
+        (result,), (lefts,), (num_operands,), (num_elements,) = grid[:4]
+        addresses = [address for (address,) in grid[4:12]]
         if not 1 <= num_operands <= len(addresses) or num_elements < 0:
             raise DriverError("cuLaunchKernel", INVALID_VALUE)
         size = num_elements * dtype.itemsize
@@ -814,8 +881,8 @@ class FakeKernels:
 
         return Operation(f"{name} of {num_operands} operands of {dtype}", execute, ranges)
 
-    def _division(self, dtype: np.dtype[Any], words: Sequence[int]) -> Operation:
-        address, num_elements, divisor = words
+    def _division(self, dtype: np.dtype[Any], *grid: Any) -> Operation:
+        (address,), (num_elements,), (divisor,) = grid[:3]
         if num_elements < 0:
             raise DriverError("cuLaunchKernel", INVALID_VALUE)
         ranges = [Range(address, num_elements * dtype.itemsize, is_written=True)]
@@ -834,17 +901,6 @@ def _is_served(dtype: np.dtype[Any]) -> bool:
     return dtype.isnative and dtype.char not in "gG"
 
 
-def combined(
-    function: str, first: np.ndarray, others: Iterable[np.ndarray], lefts: int
-) -> np.ndarray:
-    """The combination of operands, in new memory: the result may lie where an operand does."""
-    result, combine = first.copy(), HOST.binary(function, first.dtype)
-    for k, operand in enumerate(others, 1):
-        pair = (operand, result) if lefts >> k & 1 else (result, operand)
-        combine(*pair, result)
-    return result
-
-
 class FakeGpu(Streams):
     """The GPU of this process.
 
@@ -852,8 +908,12 @@ class FakeGpu(Streams):
     by the copies that were enqueued.  `capturing`: the streams that claim to be captured for a
     graph.  `waiting_for_captured`: those that wait for such a stream, as the legacy stream does.
     `num_queries_refused`: of events, because another thread captures a stream.  `uuid`: the 16
-    bytes that identify the GPU, the same in every process.
+    bytes that identify the GPU, the same in every process.  `has_interpreter`: whether there is a
+    kernel that runs programs, with room for `num_blocks_at_once`.  `seconds_between`: any two timed
+    events; 0: what really passes.
     """
+
+    has_interpreter, num_blocks_at_once, seconds_between = False, 12, 0.0
 
     def __init__(self) -> None:
         super().__init__(DeviceMemory())
@@ -865,6 +925,7 @@ class FakeGpu(Streams):
         self.uuid = b"GPU of the tests"
         self._thread = threading.local()
         self.kernels = FakeKernels(self)
+        self._agents: dict[int, list[int]] = {}
         self._pool = Pool(self.memory)
         self._functions = Functions(self)
         self.driver = Driver(self._functions.addresses, self.kernels)
@@ -883,6 +944,7 @@ class FakeGpu(Streams):
             # Room for what a call puts on its stream before and after its program.
             self.driver.most_outstanding = max(queue_length - 6, 1)
             self.error, self.num_left, self.standing = 0, math.inf, None
+            self.has_interpreter, self.num_blocks_at_once, self.seconds_between = False, 12, 0.0
             self.num_calls.clear()
             self.streams_used.clear()
             self.bytes_copied.update(dict.fromkeys(self.bytes_copied, 0))
@@ -985,6 +1047,25 @@ class FakeGpu(Streams):
         operation = Operation("a function", function, [Range(*used) for used in ranges])
         self.put("cuLaunchHostFunc", stream, operation)
 
+    def agents(self, stream: int, num_blocks: int) -> list[int]:
+        """The numbers of the blocks of kernels on a stream, which no stream has."""
+        with self.lock:
+            agents = self._agents.setdefault(stream, [])
+            while len(agents) < num_blocks:
+                agents.append(self.new_handle())
+            return agents[:num_blocks]
+
+    def view(self, address: int, size: int) -> Bytes:
+        """The bytes of a range."""
+        return self.memory.view(address, size)
+
+    def counter(self, address: int) -> np.ndarray:
+        """A counter of this process or of another one, which a kernel may write."""
+        allocation = self.memory.find(address)
+        assert allocation is not None
+        start = address - allocation.file.base
+        return allocation.file.writable[start : start + 8].view(np.int64)
+
     def mark(self, stream: int, what: str = "a mark") -> Mark:
         """A mark behind all that is on a stream now."""
         mark = Mark()
@@ -1029,6 +1110,7 @@ class Functions:
     def _bodies(self) -> dict[str, Callable[..., None]]:
         return {
             "cuCtxGetDevice": self._device,
+            "cuDeviceGetAttribute": self._device_attribute,
             "cuDeviceGetUuid_v2": self._uuid,
             "cuEventCreate": self._create_event,
             "cuEventDestroy_v2": self._destroy_event,
@@ -1038,6 +1120,7 @@ class Functions:
             "cuIpcCloseMemHandle": self._close,
             "cuIpcGetMemHandle": self._handle,
             "cuIpcOpenMemHandle_v2": self._open,
+            "cuLaunchCooperativeKernel": self._launch_together,
             "cuLaunchKernel": self._launch,
             "cuMemAlloc_v2": self._allocate,
             "cuMemFree_v2": self._free,
@@ -1047,6 +1130,7 @@ class Functions:
             "cuMemcpyDtoDAsync_v2": self._copy_on_device,
             "cuMemcpyDtoHAsync_v2": self._copy_to_host,
             "cuMemcpyHtoDAsync_v2": self._copy_to_device,
+            "cuOccupancyMaxActiveBlocksPerMultiprocessor": self._occupancy,
             "cuPointerGetAttribute": self._attribute,
             "cuStreamBatchMemOp_v2": self._memory_operations,
             "cuStreamCreate": self._create_stream,
@@ -1111,7 +1195,8 @@ class Functions:
                 raise DriverError(name, INVALID_HANDLE)
             if not all(mark.is_passed for mark in marks):
                 raise DriverError(name, NOT_READY)
-            _store(ctypes.c_float, milliseconds, (marks[1].time - marks[0].time) * 1e3)
+            took = marks[1].time - marks[0].time
+            _store(ctypes.c_float, milliseconds, (self._gpu.seconds_between or took) * 1e3)
 
     def _query_event(self, event: int) -> None:
         with self._gpu.lock:
@@ -1240,16 +1325,39 @@ class Functions:
 
     def _launch(self, address: int, *arguments: int) -> None:
         """Enqueue a kernel; its parameters are read now, as CUDA does, and may change then."""
-        *sizes, _, stream, parameters, extra = arguments
-        kernel = self._gpu.kernels.by_address.get(address)
-        if kernel is None:
-            raise DriverError("cuLaunchKernel", INVALID_HANDLE)
-        if not all(sizes) or math.prod(sizes[3:]) > 1024 or extra or not parameters:
+        *shape, extra = arguments
+        if extra:
             raise DriverError("cuLaunchKernel", INVALID_VALUE)
-        pointers = (_WORD * kernel.num_words).from_address(parameters)
-        operation = kernel.operation([_WORD.from_address(pointer).value for pointer in pointers])
-        self._forbid_overlap("cuLaunchKernel", operation.ranges)
-        self._gpu.put("cuLaunchKernel", stream, operation)
+        self._launch_kernel("cuLaunchKernel", address, *shape)
+
+    def _launch_together(self, address: int, *shape: int) -> None:
+        """Enqueue a kernel whose blocks wait for each other; all of them must have room."""
+        self._launch_kernel("cuLaunchCooperativeKernel", address, *shape, is_cooperative=True)
+
+    def _launch_kernel(
+        self, name: str, address: int, *shape: int, is_cooperative: bool = False
+    ) -> None:
+        *sizes, _, stream, parameters = shape
+        kernel = self._gpu.kernels.by_address.get(address)
+        if kernel is None or kernel.is_cooperative != is_cooperative:
+            raise DriverError(name, INVALID_HANDLE)
+        is_too_large = is_cooperative and sizes[0] > self._gpu.num_blocks_at_once
+        if not all(sizes) or math.prod(sizes[3:]) > 1024 or is_too_large or not parameters:
+            raise DriverError(name, INVALID_VALUE)
+        operation = kernel.launched(parameters, sizes[0], stream)
+        if operation.run is None:
+            self._forbid_overlap(name, operation.ranges)
+        self._gpu.put(name, stream, operation)
+
+    def _device_attribute(self, value: int, attribute: int, device: int) -> None:
+        if attribute != NUM_MULTIPROCESSORS or device:
+            raise DriverError("cuDeviceGetAttribute", INVALID_VALUE)
+        _store(ctypes.c_int, value, self._gpu.num_blocks_at_once)
+
+    def _occupancy(self, num_blocks: int, kernel: int, num_threads: int, shared: int) -> None:
+        if kernel not in self._gpu.kernels.by_address or not num_threads or shared:
+            raise DriverError("cuOccupancyMaxActiveBlocksPerMultiprocessor", INVALID_VALUE)
+        _store(ctypes.c_int, num_blocks, 1)
 
     def _memory_operations(self, stream: int, count: int, words: int, flags: int) -> None:
         if not 1 <= count < 256 or flags or not words:

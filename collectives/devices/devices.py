@@ -246,6 +246,9 @@ class Devices:
             if str(rank) not in direct
         ]
         pairs = sum(board.rank not in pair for pair in links.staged)
+        if not links.staged and links.can_try_kernels and links.why_no_kernels is not None:
+            why = links.why_no_kernels
+            texts.append(f"calls are not kernels: {why}" if why else "a kernel runs a whole call")
         if pairs:
             texts.append(f"{pairs} pair(s) of other ranks are staged")
         if links.why_last_staged:
@@ -268,7 +271,7 @@ class Devices:
         if (links := self._links) is not None:
             with links.backend.on_stream(links.backend.current_stream()):
                 self.mail.free()
-                links.free()
+                links.free(has_failed=self._failure is not None)
             self._links = None
 
 

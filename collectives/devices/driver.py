@@ -25,6 +25,7 @@ class IpcHandle(ctypes.Structure):
 
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuCtxGetDevice": (_POINTER,),
+    "cuDeviceGetAttribute": (_POINTER, ctypes.c_int, ctypes.c_int),
     "cuDeviceGetUuid_v2": (_POINTER, ctypes.c_int),
     "cuEventCreate": (_POINTER, _UNSIGNED),
     "cuEventDestroy_v2": (_WORD,),
@@ -34,6 +35,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuIpcCloseMemHandle": (_WORD,),
     "cuIpcGetMemHandle": (_POINTER, _WORD),
     "cuIpcOpenMemHandle_v2": (_POINTER, IpcHandle, _UNSIGNED),
+    "cuLaunchCooperativeKernel": (_WORD, *[_UNSIGNED] * 7, _WORD, _POINTER),
     "cuLaunchKernel": (_WORD, *[_UNSIGNED] * 7, _WORD, _POINTER, _POINTER),
     "cuMemAlloc_v2": (_POINTER, _WORD),
     "cuMemFree_v2": (_WORD,),
@@ -43,6 +45,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyDtoDAsync_v2": (_WORD, _WORD, _WORD, _WORD),
     "cuMemcpyDtoHAsync_v2": (_WORD, _WORD, _WORD, _WORD),
     "cuMemcpyHtoDAsync_v2": (_WORD, _WORD, _WORD, _WORD),
+    "cuOccupancyMaxActiveBlocksPerMultiprocessor": (_POINTER, _WORD, ctypes.c_int, _WORD),
     "cuPointerGetAttribute": (_POINTER, ctypes.c_int, _WORD),
     "cuStreamBatchMemOp_v2": (_WORD, _UNSIGNED, _POINTER, _UNSIGNED),
     "cuStreamCreate": (_POINTER, _UNSIGNED),
@@ -56,6 +59,7 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
 NOT_READY = 600  # what `cuEventQuery` returns while the event is not complete
 CAPTURING = range(900, 910)  # what functions return that a stream which is captured forbids
 RELAXED = 2  # a way in which a thread lets others capture their streams
+NUM_MULTIPROCESSORS = 16  # an attribute of a device
 BUFFER_ID = 7  # an attribute of a pointer: a number that no other allocation of the process has
 DISABLE_TIMING = 2  # of an event
 NON_BLOCKING = 1  # of a stream, which does not wait for the null stream
@@ -91,6 +95,13 @@ class Kernels(Protocol):
         """The kernel that divides floating-point or complex numbers in place, or None.
 
         Its parameters are 3 words: the address, the number of elements, the divisor.
+        """
+
+    def interpret(self, function: str | None, dtype: np.dtype[Any]) -> int | None:
+        """The kernel that runs a device program, or None; see `interpreter_source`.
+
+        It combines with the NumPy function of this name, if there is one; else it only copies.  Its
+        parameters are the words of `kernel_program`, and the number of the run.
         """
 
 
@@ -191,6 +202,16 @@ class Driver:
     def close(self, address: int) -> None:
         """Close what `open` has opened."""
         self.call("cuIpcCloseMemHandle", address)
+
+    def num_blocks_at_once(self, kernel: int, num_threads: int) -> int:
+        """How many blocks of a kernel the device can run at the same time, if nothing else runs."""
+        device, num_processors, num_blocks = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        self.call("cuCtxGetDevice", ctypes.addressof(device))
+        where = ctypes.addressof(num_processors), NUM_MULTIPROCESSORS, device.value
+        self.call("cuDeviceGetAttribute", *where)
+        arguments = ctypes.addressof(num_blocks), kernel, num_threads, 0
+        self.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", *arguments)
+        return num_blocks.value * num_processors.value
 
     def uuid(self) -> bytes:
         """The 16 bytes that identify the current device, in all processes."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numba import njit
 
-from collectives.devices import driver, table
+from collectives.devices import driver, interpreter_source, row_format
 from collectives.diagnostics import flight_recorder
 from collectives.engines import executor
 from collectives.engines.executor import (
@@ -44,8 +44,8 @@ _FIRST = executor.NUM_STATE_WORDS
 # the word by which this rank says that it has come, and the addresses of those of its peers:
 MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 13, _FIRST + 18)
 # and the functions of the driver.
-(BATCH_OPERATION, COPY_BYTES, LAUNCH, RECORD_EVENT, WAIT_EVENT, QUERY_EVENT, IS_CAPTURING,
- NUM_STATE_WORDS) = range(_FIRST + 18, _FIRST + 26)  # fmt: skip
+(BATCH_OPERATION, COPY_BYTES, LAUNCH, LAUNCH_TOGETHER, RECORD_EVENT, WAIT_EVENT, QUERY_EVENT,
+ IS_CAPTURING, NUM_STATE_WORDS) = range(_FIRST + 18, _FIRST + 27)  # fmt: skip
 
 # Words of an order of runs, which follow each other: the event that each records at its end; how
 # many operations have been enqueued since that event was known to be complete; whether a run is
@@ -77,6 +77,7 @@ MOST_TURNS = 2**TURN_BITS - 2
 
 # Compiled code is cached until this file changes, so constants of other files are repeated here.
 SIGNAL, AWAIT, COPY, COMBINATION, DIVISION = range(5)
+KERNEL, KERNEL_THREADS = 14, 512
 WAIT_VALUE, WRITE_VALUE, MEMORY_OPERATION_WORDS, NOT_READY, ENQUEUED = 1, 2, 6, 600, 4
 FIRST_OF_CAPTURE, LAST_OF_CAPTURE = 900, 909
 MOST_IN_BATCH = 64
@@ -88,12 +89,14 @@ assert (WAIT_VALUE, WRITE_VALUE) == (driver.WAIT_VALUE, driver.WRITE_VALUE)
 assert (MEMORY_OPERATION_WORDS, NOT_READY) == (driver.MEMORY_OPERATION_WORDS, driver.NOT_READY)
 assert (driver.CAPTURING[0], driver.CAPTURING[-1]) == (FIRST_OF_CAPTURE, LAST_OF_CAPTURE)
 assert flight_recorder.ENQUEUED == ENQUEUED
-assert (table.KIND, table.SIZE, table.NUM_OPERANDS) == (KIND, SIZE, NUM_OPERANDS)
-assert (table.LEFTS, table.TARGET, OPERANDS) == (LEFTS, TARGET, TARGET + 1)
-assert (table.COUNTER, table.VALUE, table.RISE) == (COUNTER, VALUE, RISE)
-assert (OPERANDS + MOST_OPERANDS, table.ROW_WORDS) == (COUNTER, ROW_WORDS)
+assert (row_format.KERNEL, interpreter_source.NUM_THREADS) == (KERNEL, KERNEL_THREADS)
+assert (row_format.KIND, row_format.SIZE, row_format.NUM_OPERANDS) == (KIND, SIZE, NUM_OPERANDS)
+assert (row_format.LEFTS, row_format.TARGET, OPERANDS) == (LEFTS, TARGET, TARGET + 1)
+assert (row_format.COUNTER, row_format.VALUE, row_format.RISE) == (COUNTER, VALUE, RISE)
+assert (OPERANDS + MOST_OPERANDS, row_format.ROW_WORDS) == (COUNTER, ROW_WORDS)
 
 call1 = caller(1, ir.IntType(32))
+call10 = caller(10, ir.IntType(32))
 call11 = caller(11, ir.IntType(32))
 
 
@@ -311,7 +314,7 @@ def enqueue(state: int) -> int:
     while number < stop:
         row = rows + _ROW_BYTES * number
         kind = load(row)
-        if kind > DIVISION:
+        if kind > DIVISION and kind != KERNEL:
             answer = HOST
             break
         outstanding = load(order + 8 * NUM_OUTSTANDING)
@@ -324,6 +327,8 @@ def enqueue(state: int) -> int:
             num_rows = batch(state, row, min(left, MOST_IN_BATCH))
         elif kind == COPY:
             copy(state, row)
+        elif kind == KERNEL:
+            launch_program(state, row)
         else:
             launch(state, row, kind)
         if load(state + 8 * ERROR) != 0:
@@ -387,3 +392,14 @@ def launch(state: int, row: int, kind: int) -> None:
     shape = (kernel, num_blocks(num_bytes), 1, 1, THREADS, 1, 1, 0)
     end = load(state + 8 * STREAM), load(state + 8 * PARAMETERS), 0
     store(state + 8 * ERROR, call11(load(state + 8 * LAUNCH), shape + end))
+
+
+@njit(nogil=True, error_model="numpy")
+def launch_program(state: int, row: int) -> None:
+    """Enqueue the kernel that runs a whole program, with its words and the number of the run."""
+    parameters = load(state + 8 * VALUES)
+    store(parameters, load(row + 8 * OPERANDS))
+    store(parameters + 8, row + 8 * VALUE)
+    shape = (load(row + 8 * TARGET), load(row + 8 * SIZE), 1, 1, KERNEL_THREADS, 1, 1, 0)
+    end = load(state + 8 * STREAM), parameters
+    store(state + 8 * ERROR, call10(load(state + 8 * LAUNCH_TOGETHER), shape + end))

@@ -92,7 +92,10 @@ class OnDevice:
         self._exposed = Exposed(links, call, why_staged)
         self._scratch: Array | None = None  # kept for calls that follow without a meeting
         self.attach(operands, tag)
-        self._loop = Loop(links.driver, order, turns, operands, program.itemsize)
+        self._loop = Loop(
+            *(links.driver, order, turns, operands, program.itemsize),
+            may_be_kernel=links.can_try_kernels and not links.why_no_kernels,
+        )
         self._placed = Placed(transport, links, call, self._loop, self._backend, watch)
         self._others = [rank for rank in links.board.local_ranks if rank != transport.rank]
         self._staged: Staged | None = None

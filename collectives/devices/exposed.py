@@ -12,8 +12,8 @@ from collectives.devices.call import DeviceCall
 from collectives.devices.driver import DriverError
 from collectives.devices.links import Links
 from collectives.devices.loop import Loop
+from collectives.devices.row_format import Words
 from collectives.devices.shadow import Extent, Shadow
-from collectives.devices.table import Words
 from collectives.engines import BUFFER_RECORD, Operands
 from collectives.programs import Aliasing
 

@@ -21,6 +21,7 @@ import numpy as np
 from collectives.arrays import Backend
 from collectives.devices.allocations import Buffer, Exports, openings_of
 from collectives.devices.check import Check, until
+from collectives.devices.concurrency import Handshake, counters_of
 from collectives.devices.driver import (
     MAPPED,
     MEMORY_OPERATION_WORDS,
@@ -32,12 +33,13 @@ from collectives.devices.driver import (
     DriverError,
 )
 from collectives.devices.meeting import Meeting, Wait, Waits
-from collectives.devices.shadow import Allocation
+from collectives.devices.shadow import Allocation, give_back
 from collectives.devices.streams import STREAMS, Stream
 from collectives.engines import Board, CallKey
 
 _PATTERN_WORDS = 64
 _PATTERN_BYTES = 8 * _PATTERN_WORDS
+_COUNTERS = 2  # the number of their buffer in a proposal; the others have the pattern
 _SECONDS = 5.0  # within which a stream sees what another one has written
 _ANSWERED = 1 << 62  # a verdict that no bit of a rank makes 0
 _FAILED = 1 << 61  # in a verdict of a rank whose stream has not written its counters
@@ -58,10 +60,14 @@ class Links:
     `staged`: the pairs of ranks of this host that cannot read each other's memory; None until all
     have agreed.  `why`: for other ranks, why this one cannot read their memory.  `why_last_staged`:
     why the last call that was staged was.  `why_lost`: why this rank does not know what the others
-    may have agreed on, so that it stages all calls; "" if it does.
+    may have agreed on, so that it stages all calls; "" if it does.  `why_no_kernels`: why the ranks
+    do not run calls as kernels, which wait for each other; "" if they do; None until all have
+    agreed.  `counters`: the memory of each rank's counters for kernels, in this process.
     """
 
     why_last_staged = why_lost = ""
+    why_no_kernels: str | None = None
+    _counters: Allocation | None = None
 
     def __init__(self, board: Board, backend: Backend, driver: Driver) -> None:
         self.board, self.backend, self.driver = board, backend, driver
@@ -72,6 +78,24 @@ class Links:
         self.why: dict[int, str] = {}
         self.uuids: dict[int, bytes] = {}
         self.uuid = driver.uuid()
+        self.counters: dict[int, int] = {}
+
+    @property
+    def can_try_kernels(self) -> bool:
+        """Whether kernels of the ranks may be able to wait for each other.
+
+        Threads are not tried: a call of CUDA in one of them may wait for the kernels of all.
+        """
+        return self.board.has_all_ranks and not self.is_of_one_process
+
+    def own_counters(self) -> Allocation | None:
+        """The memory of this rank's counters for kernels, made at first use; None if it has none.
+
+        Raises DriverError.
+        """
+        if self._counters is None and self.can_try_kernels:
+            self._counters = counters_of(self.driver, len(self.board.parts))
+        return self._counters
 
     def is_direct(self, rank: int) -> bool:
         """Whether this rank and another one can read each other's memory."""
@@ -135,10 +159,15 @@ class Links:
             for number in filter(None, record["closing"].tolist()):
                 self._openings.close(int(record["process"]), number, self.user)
 
-    def free(self) -> None:
-        """Close all memory of peers, and release what they had opened."""
+    def free(self, *, has_failed: bool) -> None:
+        """Close all memory of peers, and release what they had opened.
+
+        `has_failed`: whether kernels of peers may still raise counters.
+        """
         self._openings.free(self.user)
         self.exports.free()
+        if self._counters is not None and not has_failed:
+            give_back(self.driver, self._counters)
 
 
 class Proposal:
@@ -162,8 +191,10 @@ class Proposal:
         fields: dict[str, Any] = {"process": links.process, "uuid": np.void(links.uuid)}
         fields["check"] = check
         try:
-            probe = probe_of(self._driver, links.process)
-            fields["buffers"] = [links.describe(probe.address, _PATTERN_BYTES, probe)] * 3
+            probe, counters = probe_of(self._driver, links.process), links.own_counters()
+            pattern = links.describe(probe.address, _PATTERN_BYTES, probe)
+            place = (0, 0) if counters is None else (counters.address, counters.num_bytes, counters)
+            fields["buffers"] = [pattern, pattern, links.describe(*place)]
         except DriverError as error:
             fields["why_staged"] = str(error).encode()
         return self._meeting.publish({"why_staged": b"", **fields})
@@ -187,6 +218,7 @@ class Proposal:
             yield from self._look(meeting)
             if links.staged is None:
                 links.staged = frozenset(self._staged_pairs(meeting.verdicts()))
+                links.why_no_kernels = yield from self._try_kernels(meeting)
             for rank in meeting.ranks:
                 if rank != self._rank and not links.why[rank] and not links.is_direct(rank):
                     links.why[rank] = f"rank {rank} cannot read the memory of rank {self._rank}"
@@ -297,6 +329,20 @@ class Proposal:
             if stream is not None:
                 STREAMS.abandon(driver, stream)
         return failed
+
+    def _try_kernels(self, meeting: Meeting) -> Waits:
+        """Return why kernels of the ranks cannot wait for each other; "" if they can."""
+        links = self._links
+        if links.staged or not links.can_try_kernels:
+            return "some ranks cannot read each other's memory, or are threads"
+        records = {rank: meeting.record(rank) for rank in meeting.ranks}
+        if not all(record["buffers"][_COUNTERS]["size"] for record in records.values()):
+            return "there is no kernel that runs programs"
+        links.counters = {
+            rank: links.address(record, _COUNTERS) for rank, record in records.items()
+        }
+        handshake = Handshake(self._driver, links.board, meeting, links.counters)
+        return (yield from handshake.agree())
 
     def _note(self, ranks: Iterable[int], why: str) -> None:
         """Note why this rank cannot read the memory of others, unless there is a reason before."""

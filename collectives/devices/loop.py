@@ -12,9 +12,10 @@ import numpy as np
 
 from collectives.arrays import jit
 from collectives.devices.driver import MEMORY_OPERATION_WORDS, Driver, DriverError
+from collectives.devices.interpreter_source import NUM_THREADS
 from collectives.devices.order import Enqueued, Order, Turns
+from collectives.devices.row_format import ROW_WORDS, Words
 from collectives.devices.streams import STREAMS
-from collectives.devices.table import ROW_WORDS, Words
 from collectives.diagnostics import CallLog
 from collectives.engines import Operands
 
@@ -66,6 +67,7 @@ def _port() -> Words:
 class Loop:
     """The words of the compiled loop; see `enqueue`.
 
+    `interpreter`: the kernel that runs whole programs, loaded if they may be kernels; else 0.
     `seconds`: how long `advance` may wait.  `limit`: the seconds that a run may take on the device;
     None: those of the communicator.  `enqueued`: what an asynchronous run puts on its stream; None:
     the run is enqueued on the caller's.
@@ -76,7 +78,14 @@ class Loop:
     enqueued: Enqueued | None = None
 
     def __init__(
-        self, driver: Driver, order: Order, turns: Turns, operands: Operands, itemsize: int
+        self,
+        driver: Driver,
+        order: Order,
+        turns: Turns,
+        operands: Operands,
+        itemsize: int,
+        *,
+        may_be_kernel: bool,
     ) -> None:
         from collectives.devices import enqueue  # noqa: PLC0415 - it imports numba
 
@@ -91,6 +100,9 @@ class Loop:
         function = operands.function if isinstance(operands.function, str) else ""
         is_average = operands.divisor > 1
         self._driver, addresses = driver, driver.addresses
+        self.divisor = operands.divisor
+        interpreter = kernels.interpret(function or None, dtype) if may_be_kernel else None
+        self.interpreter = interpreter or 0
         self.order, self._turns = order, turns
         started = STREAMS.borrow_event(driver)
         finalize(self, STREAMS.give_back_event, driver, started)
@@ -109,6 +121,7 @@ class Loop:
             enqueue.BATCH_OPERATION: addresses["cuStreamBatchMemOp_v2"],
             enqueue.COPY_BYTES: addresses["cuMemcpyDtoDAsync_v2"],
             enqueue.LAUNCH: addresses["cuLaunchKernel"],
+            enqueue.LAUNCH_TOGETHER: addresses["cuLaunchCooperativeKernel"],
             enqueue.RECORD_EVENT: addresses["cuEventRecord"],
             enqueue.WAIT_EVENT: addresses["cuStreamWaitEvent"],
             enqueue.QUERY_EVENT: addresses["cuEventQuery"],
@@ -121,6 +134,10 @@ class Loop:
         words = key, log.words.ctypes.data, counter.ctypes.data
         self.words[self.names.KEY : self.names.COUNTER_AT + 1] = words
         self._logged = log, counter
+
+    def num_blocks_at_once(self) -> int:
+        """How many blocks of the kernel that runs programs can run at the same time."""
+        return self._driver.num_blocks_at_once(self.interpreter, NUM_THREADS)
 
     # Runs after a meeting
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,16 +11,19 @@ import numpy as np
 from collectives.arrays import Backend
 from collectives.devices.call import DeviceCall
 from collectives.devices.exposed import Exposed, aliasing_of
+from collectives.devices.kernel_table import KernelTable, Ranks, kernel_table
 from collectives.devices.links import Links
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Meeting, Wait, Waits
+from collectives.devices.row_format import Words
 from collectives.devices.rows import HostRows
-from collectives.devices.table import Table, Words, rises_of, table_of
+from collectives.devices.table import Table, rises_of, table_of
 from collectives.devices.watch import Watch
 from collectives.devices.watched import Watched
 from collectives.diagnostics import Waiting
 from collectives.engines import PinnedMemory, Transport
-from collectives.programs import BUFFERS
+from collectives.lowering import Counter, DeviceProgram, Spans
+from collectives.programs import BUFFERS, Aliasing
 
 Records = Mapping[int, Any]
 
@@ -45,11 +48,11 @@ class Placed:
         self._watch = watch
         self._transport, self._links, self._call, self._loop = transport, links, call, loop
         self._backend, self._driver = backend, links.driver
-        self._tables: dict[Any, Table] = {}  # the last one, by what it depends on
+        self._tables: dict[Any, Table | KernelTable] = {}  # the last one, by what it depends on
         self._pinned = PinnedMemory(backend)
         self._on_host: HostRows | None = None
         self._first_row = 0  # of the operations
-        self.table: Table
+        self.table: Table | KernelTable
 
     # Addresses
 
@@ -65,7 +68,7 @@ class Placed:
                 starts[rank] = [self._links.address(record, k) for k in range(len(BUFFERS))]
         return starts.reshape(-1)
 
-    def _table(self, records: Records) -> Table:
+    def _table(self, records: Records) -> Table | KernelTable:
         """The table of this rank, which depends on where each rank's output lies."""
         me, staged = self._transport.rank, self._links.staged or frozenset()
         ranks = range(self._transport.size)
@@ -73,21 +76,34 @@ class Placed:
         key = tuple(aliasings), staged
         if key not in self._tables:
             lowered = self._call.lowered(aliasings, records, staged)
-            process = self._links.process
-            threads = {rank for rank in records if records[rank]["process"] == process}
             rises = rises_of(lowered[rank] for rank in records)
-            self._tables = {key: table_of(lowered[me], me, frozenset(threads - {me}), rises)}
+            process = self._links.process
+            threads = {rank for rank in records if records[rank]["process"] == process} - {me}
+            table = self._kernel_table(lowered, aliasings, rises)
+            self._tables = {key: table or table_of(lowered[me], me, frozenset(threads), rises)}
         return self._tables[key]
+
+    def _kernel_table(
+        self,
+        lowered: Sequence[DeviceProgram],
+        aliasings: Sequence[Aliasing],
+        rises: Mapping[Counter, int],
+    ) -> KernelTable | None:
+        """The table of a kernel, if all ranks run the call as kernels."""
+        links, itemsize = self._links, self._call.spec.dtype.itemsize
+        if links.why_no_kernels != "":
+            return None
+        memories = [Spans(aliasing, itemsize) for aliasing in aliasings]
+        num_sharing = sum(uuid == links.uuid for uuid in links.uuids.values())
+        ranks = Ranks(lowered, memories, rises)
+        me = self._transport.rank
+        return kernel_table(ranks, me, self._loop, links.counters, num_sharing)
 
     def begin(self, starts: Words, meeting: Meeting, exposed: Exposed) -> None:
         """Begin the first run after a meeting."""
-        rows = self.table.with_counters(lambda counter: int(meeting.word(counter).ctypes.data))
-        self.table.set_starts(rows, starts)
-        rows, self._first_row = exposed.with_shadow(rows)
+        rows, self._first_row = exposed.with_shadow(self.table.placed(meeting, starts))
         own_rows = rows[self._first_row :]
-        self.watched = Watched(
-            self._call.text, meeting, self.table.operations, own_rows, self._loop
-        )
+        self.watched = self.table.watched(self._call.text, meeting, own_rows, self._loop)
         self._watch.begin(self.watched)
         self._loop.begin(rows)
 

@@ -11,8 +11,8 @@ import numpy as np
 from collectives.devices.driver import Driver
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Wait, Waits
+from collectives.devices.row_format import TARGET, VALUE, Words
 from collectives.devices.streams import EVENTS, STREAMS
-from collectives.devices.table import TARGET, VALUE, Words
 from collectives.diagnostics import Waiting
 from collectives.engines import Messages, PinnedMemory
 from collectives.lowering import Counter, DeviceKind, DeviceOperation

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from collectives.devices.driver import Driver
-from collectives.devices.table import Words, copy_row
+from collectives.devices.row_format import Words, copy_row
 
 _ALIGNMENT = 512  # of each part of a shadow, in bytes: that of allocations
 

@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from collectives.devices.loop import Loop
+from collectives.devices.meeting import Meeting
+from collectives.devices.row_format import (
+    COUNTER,
+    KIND,
+    LEFTS,
+    NUM_OPERANDS,
+    ON_HOST,
+    PLACES,
+    RISE,
+    ROW_WORDS,
+    SIZE,
+    TARGET,
+    VALUE,
+    Words,
+    most_runs,
+)
+from collectives.devices.watched import WatchedRows
 from collectives.lowering import (
     MOST_OPERANDS,
     SYNCHRONIZING,
@@ -18,16 +35,6 @@ from collectives.lowering import (
     Place,
 )
 from collectives.programs import BUFFERS
-
-Words = NDArray[np.int64]
-
-# The words of a row; see `enqueue`.
-KIND, SIZE, NUM_OPERANDS, LEFTS, TARGET, COUNTER, VALUE, RISE, ROW_WORDS = (
-    *(0, 1, 2, 3, 4, 13, 14, 15),
-    16,
-)
-PLACES = slice(TARGET, TARGET + 1 + MOST_OPERANDS)  # the target, then the operands
-ON_HOST = len(DeviceKind)  # added to the kind of what another thread's events order
 
 
 class Table(NamedTuple):
@@ -47,18 +54,24 @@ class Table(NamedTuple):
 
     @property
     def most_runs(self) -> int:
-        """How often the counters can rise: their values have 31 bits."""
-        return (2**31 - 1) // max(int(self.rows[:, RISE].max(initial=1)), 1)
+        """How often it can run."""
+        return most_runs(int(self.rows[:, RISE].max(initial=1)))
 
-    def with_counters(self, address_of: Callable[[Counter], int]) -> Words:
-        """The rows with the addresses of counters."""
-        rows, addresses = self.rows.copy(), {each: address_of(each) for each in set(self.counters)}
-        rows[self.signals, COUNTER] = [addresses[counter] for counter in self.counters]
+    def placed(self, meeting: Meeting, starts: Words) -> Words:
+        """The rows with addresses: of counters, and of the buffers that start there."""
+        words = {counter: meeting.word(counter).ctypes.data for counter in set(self.counters)}
+        rows = self.rows.copy()
+        rows[self.signals, COUNTER] = [words[counter] for counter in self.counters]
+        self.set_starts(rows, starts)
         return rows
 
     def set_starts(self, rows: Words, starts: Words) -> None:
         """Write into the rows where the buffers start."""
         np.add(self.rows[:, PLACES], starts[self.bases], out=rows[:, PLACES])
+
+    def watched(self, text: str, meeting: Meeting, rows: Words, loop: Loop) -> WatchedRows:
+        """What is watched in the runs of these rows."""
+        return WatchedRows(text, meeting, self.operations, rows, loop)
 
 
 def rises_of(programs: Iterable[DeviceProgram]) -> dict[Counter, int]:
@@ -69,13 +82,6 @@ def rises_of(programs: Iterable[DeviceProgram]) -> dict[Counter, int]:
         for operation in program.operations
         if operation.kind == DeviceKind.SIGNAL and operation.counter is not None
     }
-
-
-def copy_row(target: int, source: int, size: int) -> Words:
-    """A row, with addresses, that copies some bytes."""
-    row = np.zeros((1, ROW_WORDS), np.int64)
-    row[0, [KIND, SIZE, TARGET, TARGET + 1]] = DeviceKind.COPY, size, target, source
-    return row
 
 
 def table_of(

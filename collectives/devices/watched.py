@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.devices.kernel_program import ABORT, ENTERED, STANDING
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Meeting
-from collectives.devices.table import KIND, RISE, VALUE, Words
+from collectives.devices.row_format import KIND, RISE, VALUE, Words
 from collectives.engines import Box
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 
@@ -27,11 +32,11 @@ class Awaited(NamedTuple):
         return self.operation.counter.writer
 
 
-class Watched:
+class Watched(ABC):
     """The device program of one rank, from one meeting of the ranks to the next.
 
-    `text`: the call.  `operations`: those of the rows.  `rows`: with addresses; their values are
-    those of the run that was enqueued last.
+    `text`: the call.  `operations`: of the program.  `rows`: with addresses; their values are those
+    of the run that was enqueued last.
     """
 
     def __init__(
@@ -44,8 +49,6 @@ class Watched:
     ) -> None:
         self.text, self.meeting, self.operations, self.rows = text, meeting, operations, rows
         self._loop = loop
-        me = meeting.board.rank
-        self._has_mark = bool(operations) and operations[0].counter == Counter(me, me)
         self._seen, self._since = 0, 0.0
 
     @property
@@ -67,27 +70,47 @@ class Watched:
         Nothing is awaited if the device goes on, or a run is enqueued, while this looks.
         """
         entered, values = self._num_entered(), self.rows[:, VALUE].copy()
-        num_behind = max(int(values[0]) - entered, 0) if self._has_mark else 0
-        awaited = [
-            Awaited(at, operation, bool(row[KIND] != DeviceKind.AWAIT))
-            for at, operation, word, row in self._awaits()
-            if word[0] < values[at] - num_behind * row[RISE]
-        ]
+        awaited = self._awaited(entered, values)
         if entered != self._seen:
             self._seen, self._since = entered, time.monotonic()
         has_moved = self._num_entered() != entered or (self.rows[:, VALUE] != values).any()
         return time.monotonic() - self._since, [] if has_moved else awaited
 
+    @abstractmethod
     def _num_entered(self) -> int:
         """How many runs the device has entered; 0 if that is not known."""
+
+    @abstractmethod
+    def _awaited(self, entered: int, values: Words) -> list[Awaited]:
+        """What the device awaits, if it has entered so many runs, with these values of the last."""
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Let the device wait for nothing any more; this is done again until it has ended."""
+
+
+class WatchedRows(Watched):
+    """A device program whose rows are enqueued; its counters are in the memory of the host."""
+
+    @property
+    def _has_mark(self) -> bool:
+        """Whether the device says that it has entered a run."""
+        me = self.meeting.board.rank
+        return bool(self.operations) and self.operations[0].counter == Counter(me, me)
+
+    def _awaited(self, entered: int, values: Words) -> list[Awaited]:
+        num_behind = max(int(values[0]) - entered, 0) if self._has_mark else 0
+        return [
+            Awaited(at, operation, bool(row[KIND] != DeviceKind.AWAIT))
+            for at, operation, word, row in self._awaits()
+            if word[0] < values[at] - num_behind * row[RISE]
+        ]
+
+    def _num_entered(self) -> int:
         counter = self.operations[0].counter if self._has_mark else None
         return 0 if counter is None else int(self.meeting.word(counter)[0])
 
     def let_go(self) -> None:
-        """Let the device wait for nothing any more.
-
-        A peer may write a smaller value back, so this is done again until the device has ended.
-        """
         for _, _, word, row in self._awaits():
             word[0] = max(int(word[0]), int(row[VALUE]))
 
@@ -98,6 +121,35 @@ class Watched:
             for at, (operation, row) in enumerate(zip(self.operations, self.rows, strict=False))
             if operation.kind == DeviceKind.AWAIT and operation.counter is not None
         ]
+
+
+class WatchedKernel(Watched):
+    """A device program that a kernel runs, which shows where it stands, and leaves if it is told.
+
+    `words`: those of `kernel_program` in the memory of the host.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        meeting: Meeting,
+        operations: Sequence[DeviceOperation],
+        rows: Words,
+        loop: Loop,
+        words: NDArray[np.uint32],
+    ) -> None:
+        super().__init__(text, meeting, operations, rows, loop)
+        self._words = words
+
+    def _num_entered(self) -> int:
+        return int(self._words[ENTERED])
+
+    def _awaited(self, entered: int, values: Words) -> list[Awaited]:
+        at = int(self._words[STANDING]) - 1
+        return [Awaited(at, self.operations[at], False)] if at >= 0 else []
+
+    def let_go(self) -> None:
+        self._words[ABORT] = 1
 
 
 class WatchedMessage:

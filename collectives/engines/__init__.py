@@ -18,7 +18,7 @@ from collectives.engines.board import (
     Failure,
 )
 from collectives.engines.host_memory import BUFFER as BUFFER_RECORD
-from collectives.engines.host_memory import NUM_BOXES, HostMemory
+from collectives.engines.host_memory import NUM_BOXES, NUM_SLOTS, HostMemory
 from collectives.engines.networks import leave_out_networks
 from collectives.engines.progress import ProgressThread, shared_progress_thread
 from collectives.engines.staging import PinnedMemory, Staged
@@ -45,6 +45,7 @@ __all__ = [
     "HEADER",
     "MESSAGES",
     "NUM_BOXES",
+    "NUM_SLOTS",
     "RANK_DIED",
     "RUN_FAILED",
     "WORKS",

@@ -318,6 +318,12 @@ class Board:
         counter: NDArray[np.uint32] = counters[self.parts[reader], int(is_read), :1]
         return counter
 
+    def kernel_words(self, slot: int) -> NDArray[np.uint32]:
+        """Words of a slot by which the kernel of this rank and its host know of each other."""
+        me = self.parts[self.rank]
+        words: NDArray[np.uint32] = self.area["counters"][slot][me, 1]  # no rank awaits itself
+        return words
+
     # Messages
 
     def take_handed_over(self) -> bool:

@@ -1,0 +1,157 @@
+"""Whether the ranks of a host run at the same time, so that their kernels can wait for each other.
+
+Ranks that share a GPU take turns of milliseconds, unless NVIDIA's Multi-Process Service runs; ranks
+with a GPU each do not.  Nothing is asked for that: when the ranks agree on their links, a kernel of
+each sends signals around all ranks, and only what that takes counts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from collectives.devices import kernel_program as program
+from collectives.devices.driver import Driver, DriverError
+from collectives.devices.meeting import Meeting, Wait, Waits
+from collectives.devices.shadow import Allocation, taken
+from collectives.devices.streams import STREAMS, Stream
+from collectives.engines import FAILS, NUM_SLOTS, WORKS, Board
+from collectives.lowering import Counter, DeviceKind, DeviceOperation, Step
+
+NUM_ROUNDS = 16
+SECONDS_OF_A_ROUND = 30e-6  # more than a signal takes to another GPU; less than a turn
+_SECONDS = 0.2  # within which the kernels of all ranks end
+_AGREED = 1  # the turn of the answer
+BYTES = np.dtype(np.uint8)
+
+
+def counters_of(driver: Driver, num_ranks: int) -> Allocation | None:
+    """Memory for a rank's counters in all runs that can be under way, and a kernel that uses it.
+
+    None if there is no such kernel.  To load it and to allocate may wait for all streams.
+    """
+    if driver.kernels.interpret(None, BYTES) is None:
+        return None
+    zeros = np.zeros(NUM_SLOTS * program.counters_bytes(num_ranks), np.uint8)
+    memory, stream = taken(driver, zeros.nbytes), STREAMS.borrow(driver)
+    arguments = memory.address, zeros.ctypes.data, zeros.nbytes, stream.handle
+    driver.call("cuMemcpyHtoDAsync_v2", *arguments)
+    driver.call("cuStreamSynchronize", stream.handle)
+    STREAMS.give_back(driver, stream)
+    return memory
+
+
+def addresses(meeting: Meeting, counters: dict[int, int]) -> program.Addresses:
+    """Where the kernels find each other in the runs that follow from a meeting.
+
+    `counters`: the memory of each rank's, in this process.
+    """
+    board, slots = meeting.board, meeting.slots
+    num_ranks = len(meeting.ranks)
+    size = program.counters_bytes(num_ranks)
+    of_slots = [counters[rank] + slots[rank] * size for rank in meeting.ranks]
+    floors = [program.floor_of(int(meeting.record(rank)["generation"])) for rank in meeting.ranks]
+    barrier = program.barrier_of(of_slots[board.rank], num_ranks)
+    return program.Addresses(of_slots, floors, barrier, host_words(meeting).ctypes.data)
+
+
+def host_words(meeting: Meeting) -> Any:
+    """The words by which the kernel of this rank and the host know of each other."""
+    board = meeting.board
+    return board.kernel_words(meeting.slots[board.rank])[: program.NUM_HOST_WORDS]
+
+
+class Handshake:
+    """Signals around all ranks, by a kernel of each, which are timed."""
+
+    def __init__(
+        self, driver: Driver, board: Board, meeting: Meeting, counters: dict[int, int]
+    ) -> None:
+        self._driver, self._meeting = driver, meeting
+        steps = [*_around(board.rank, len(meeting.ranks))]
+        rises = {step.operation.counter: NUM_ROUNDS for step in steps if step.operation.counter}
+        words = program.words_of(steps, board.rank, len(meeting.ranks), rises, 1)
+        assert words is not None
+        program.set_addresses(words, addresses(meeting, counters))
+        self._words, self._host = words, host_words(meeting)
+
+    def agree(self) -> Waits:
+        """Return why kernels cannot wait for each other; "" if they can, as all ranks find out."""
+        try:
+            why = yield from self._why_not()
+        except BaseException:
+            self._meeting.answer_change(_AGREED, FAILS)  # or the others would wait for the answer
+            raise
+        yield self._meeting.answer_change(_AGREED, FAILS if why else WORKS)
+        return why if self._meeting.all_can_change() or why else "another rank finds that they wait"
+
+    def _why_not(self) -> Waits:
+        try:
+            seconds = yield from self._timed()
+        except DriverError as error:
+            return str(error)
+        if seconds is None:
+            return f"the kernels of the ranks do not end within {_SECONDS} s"
+        if seconds > NUM_ROUNDS * SECONDS_OF_A_ROUND:
+            return f"ranks take turns: a signal takes {seconds / NUM_ROUNDS * 1e6:.0f} us"
+        return ""
+
+    def _timed(self) -> Waits:
+        """The seconds of the second kernel, which begins when all have begun; None: too many."""
+        driver = self._driver
+        kernel = driver.kernels.interpret(None, BYTES)
+        if kernel is None:
+            raise DriverError("loading the kernel", 0)
+        events = [STREAMS.borrow_event(driver, is_timed=True) for _ in range(2)]
+        stream = STREAMS.borrow(driver)
+        STREAMS.note_waiting(driver, stream)
+        try:
+            self._launch(kernel, stream, 0)
+            driver.call("cuEventRecord", events[0], stream.handle)
+            self._launch(kernel, stream, 1)
+            driver.call("cuEventRecord", events[1], stream.handle)
+            has_ended = yield from self._until_ended(events[1])
+            return driver.seconds_between(*events) if has_ended else None
+        finally:
+            self._host[program.ABORT] = 1
+            STREAMS.abandon(driver, stream)
+            for event in events:
+                STREAMS.give_back_event(driver, event, is_timed=True)
+
+    def _until_ended(self, event: int) -> Waits:
+        """Wait for the kernels; return whether they have ended by themselves."""
+        deadline = time.monotonic() + _SECONDS
+
+        def has_ended() -> bool:
+            return self._driver.is_complete(event)
+
+        def missing() -> list[int]:
+            return [rank for rank in self._meeting.ranks if rank != self._meeting.board.rank]
+
+        yield Wait(lambda: has_ended() or time.monotonic() > deadline, missing, is_at_work=True)
+        if has_ended():
+            return True
+        self._host[program.ABORT] = 1
+        yield Wait(has_ended, missing, is_at_work=True)
+        return False
+
+    def _launch(self, kernel: int, stream: Stream, run: int) -> None:
+        number = ctypes.c_int64(run)
+        places = self._words.ctypes.data, ctypes.addressof(number)
+        parameters = (ctypes.c_int64 * 2)(*places)
+        shape = 1, 1, 1, 32, 1, 1, 0
+        where = stream.handle, ctypes.addressof(parameters)
+        self._driver.call("cuLaunchCooperativeKernel", kernel, *shape, *where)
+
+
+def _around(rank: int, num_ranks: int) -> Iterator[Step]:
+    """Signals to the next rank, each after that of the rank before."""
+    onward = Counter(rank, (rank + 1) % num_ranks)
+    awaited = Counter((rank - 1) % num_ranks, rank)
+    for value in range(1, NUM_ROUNDS + 1):
+        for kind, counter in ((DeviceKind.SIGNAL, onward), (DeviceKind.AWAIT, awaited)):
+            yield Step(DeviceOperation(kind, 0, counter, value), False)
