@@ -944,7 +944,6 @@ class FakeGpu(Streams):
             # Room for what a call puts on its stream before and after its program.
             self.driver.most_outstanding = max(queue_length - 6, 1)
             self.error, self.num_left, self.standing = 0, math.inf, None
-            self.has_interpreter, self.num_blocks_at_once, self.seconds_between = False, 12, 0.0
             self.num_calls.clear()
             self.streams_used.clear()
             self.bytes_copied.update(dict.fromkeys(self.bytes_copied, 0))

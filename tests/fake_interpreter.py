@@ -105,6 +105,7 @@ class KernelRun:
     """
 
     has_begun = False
+    leaves = True  # when the host says so; else it waits for nothing any more
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class KernelRun:
 
     def step(self, choose: Callable[[Sequence[int]], int]) -> bool:
         """Let one block go on, which `choose` chooses; return whether all have ended."""
-        if self._host[program.ABORT]:
+        if self._host[program.ABORT] and self.leaves:
             self._blocks.clear()
         ready = [at for at in self._blocks if at not in self._stands or self._stands[at]()]
         if ready:
@@ -205,7 +206,8 @@ class KernelRun:
             self._races.begin(agent, self._races.raised(address, value))
 
     def _has_come(self, address: int, value: int) -> bool:
-        return bool(self._memory.view(address, 8).view(np.int64)[0] >= value)
+        has_come = self._memory.view(address, 8).view(np.int64)[0] >= value
+        return bool(has_come or self._host[program.ABORT])
 
     def _work(self, at: int, agent: int, row: Row) -> None:
         """Do what a block has of a row: some vectors, and some of the elements after them."""

@@ -26,6 +26,7 @@ NUM_ROUNDS = 16
 SECONDS_OF_A_ROUND = 30e-6  # more than a signal takes to another GPU; less than a turn
 _SECONDS = 0.2  # within which the kernels of all ranks end
 _AGREED = 1  # the turn of the answer
+_OF_ANOTHER = "another rank finds that its kernels cannot wait for those of others"
 BYTES = np.dtype(np.uint8)
 
 
@@ -87,7 +88,7 @@ class Handshake:
             self._meeting.answer_change(_AGREED, FAILS)  # or the others would wait for the answer
             raise
         yield self._meeting.answer_change(_AGREED, FAILS if why else WORKS)
-        return why if self._meeting.all_can_change() or why else "another rank finds that they wait"
+        return why or ("" if self._meeting.all_can_change() else _OF_ANOTHER)
 
     def _why_not(self) -> Waits:
         try:

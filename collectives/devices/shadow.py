@@ -35,8 +35,9 @@ class Allocation:
             self._driver.try_call("cuMemFree_v2", self.address)
 
 
-_idle: dict[Driver, list[Allocation]] = {}  # they are kept: peers may have them open
-
+# All are kept: peers may have them open, and to free them would wait for all streams.
+_idle: dict[Driver, list[Allocation]] = {}
+_used = set[Allocation]()
 
 _LOCK = threading.Lock()
 
@@ -87,16 +88,21 @@ def taken(driver: Driver, num_bytes: int) -> Allocation:
     """
     with _LOCK:
         idle = _idle.setdefault(driver, [])
-        for allocation in sorted(idle, key=lambda each: each.num_bytes):
-            if allocation.num_bytes >= num_bytes:
-                idle.remove(allocation)
-                return allocation
-    return Allocation(driver, 1 << (num_bytes - 1).bit_length())
+        fitting = [allocation for allocation in idle if allocation.num_bytes >= num_bytes]
+        if fitting:
+            found = min(fitting, key=lambda each: each.num_bytes)
+            idle.remove(found)
+            _used.add(found)
+            return found
+    allocation = Allocation(driver, 1 << (num_bytes - 1).bit_length())
+    _used.add(allocation)
+    return allocation
 
 
 def give_back(driver: Driver, allocation: Allocation) -> None:
     """Let others have the memory."""
     with _LOCK:
+        _used.discard(allocation)
         _idle.setdefault(driver, []).append(allocation)
 
 

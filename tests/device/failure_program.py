@@ -23,7 +23,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
-from collectives.devices.watched import Watched
+from collectives.devices.watched import WatchedRows
 from collectives.engines import Board, deadline_in, poll_until
 from tests.device.held_stream import hold, released
 from tests.device.programs import Programs
@@ -237,10 +237,10 @@ def a_slow_peer_that_writes_smaller_values_back(world: Communicator) -> None:
 
     With the argument "control", these are let go only once, and wait for ever.
     """
-    is_control, comm, right = "control" in sys.argv, with_links(world), Watched.let_go
+    is_control, comm, right = "control" in sys.argv, with_links(world), WatchedRows.let_go
     seconds = 2.0 if is_control else 20.0
     if is_control:
-        Watched.let_go = cache(right)  # type: ignore[assignment]
+        WatchedRows.let_go = cache(right)  # type: ignore[assignment]
     plan = comm.plan.all_reduce(on_device(np.ones(6)), algorithm="one_shot")
     plan.run()
     comm.synchronize()
@@ -260,7 +260,7 @@ def a_slow_peer_that_writes_smaller_values_back(world: Communicator) -> None:
         is_over = comm.rank == 1 or poll_until(lambda: not is_busy(comm), deadline_in(seconds))
         assert all(world.all_gather(np.array([is_over]))) != is_control
         word[:] = 1
-        Watched.let_go = right  # type: ignore[method-assign]
+        WatchedRows.let_go = right  # type: ignore[method-assign]
     is_refused(comm)
 
 

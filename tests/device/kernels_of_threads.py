@@ -17,4 +17,5 @@ def run_as_kernels(monkeypatch: pytest.MonkeyPatch, seconds_between: float = 1e-
     use_counters(monkeypatch)
     monkeypatch.setattr(links.Links, "can_try_kernels", True)
     monkeypatch.setattr(kernel_table, "BYTES_OF_A_BLOCK", 32)
-    gpu().has_interpreter, gpu().seconds_between = True, seconds_between
+    monkeypatch.setattr(gpu(), "has_interpreter", True)
+    monkeypatch.setattr(gpu(), "seconds_between", seconds_between)

@@ -19,7 +19,7 @@ import pytest
 
 import collectives
 from collectives import Communicator, devices
-from collectives.devices import ENVELOPE, allocations
+from collectives.devices import ENVELOPE, allocations, concurrency, kernel_table
 from tests import device_scenarios as scenarios
 from tests.device.programs import Programs
 from tests.device.test_again import calls_of_a_kind_under_way
@@ -47,6 +47,21 @@ def every_algorithm(comm: Communicator) -> None:
         scenarios.perform_on_device(comm, job, on_device, on_host)
     assert links(comm).staged == frozenset()
     assert BACKEND.bytes_to_host == gpu().bytes_copied["HtoD"] - 512 == 0
+
+
+@PROGRAMS.on_its_own
+def algorithms_as_kernels(comm: Communicator) -> None:
+    """The ranks of a job do not run at the same time here, and are made to believe that they do."""
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(gpu(), "has_interpreter", True)
+        changed.setattr(gpu(), "seconds_between", 1e-6)
+        changed.setattr(concurrency, "_SECONDS", 20.0)
+        changed.setattr(kernel_table, "BYTES_OF_A_BLOCK", 32)
+        for job in jobs_on(comm.size)[::3]:
+            scenarios.perform_again(comm, job, on_device, on_host, write, num_runs=1)
+    assert links(comm).why_no_kernels == ""
+    assert gpu().num_calls["cuStreamBatchMemOp_v2"] <= 2  # with which the ranks agree
+    assert BACKEND.bytes_to_host == 0
 
 
 @PROGRAMS.together

@@ -18,11 +18,13 @@ import pytest
 
 import collectives
 from collectives import CollectiveError, Communicator
-from collectives.devices.watched import Watched
+from collectives.devices.watched import Watched, WatchedKernel, WatchedRows
 from collectives.engines import Board, deadline_in, poll_until
+from tests.device.kernels_of_threads import run_as_kernels
 from tests.device.threads_with_counters import use_counters
 from tests.fake_device import BACKEND, FakeStream, on_device
 from tests.fake_driver import gpu
+from tests.fake_interpreter import KernelRun
 
 pytestmark = pytest.mark.usefixtures("new_gpu", "counters")
 LENGTH, NUM_CALLS = 12, 4
@@ -30,22 +32,31 @@ NAMES = "ring", "one_shot", "two_shot", "all_gather_reduce", "recursive_doubling
 SECONDS = 0.1  # the time limit of a device
 
 
-@pytest.fixture
-def counters(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_counters(monkeypatch)
+@pytest.fixture(params=["rows", "kernels"])
+def counters(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "kernels":
+        run_as_kernels(monkeypatch)
+    else:
+        use_counters(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
 def releases(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """For each release of a device, whether the failure was known to all ranks before it."""
-    known, let_go = list[bool](), Watched.let_go
+    known = list[bool]()
 
-    def noted(self: Watched) -> None:
-        known.append(self.meeting.board.failure is not None)
-        gpu().races.is_paused = True  # what devices compute is void from now on
-        let_go(self)
+    def note(kind: type[Watched]) -> None:
+        let_go = kind.let_go
 
-    monkeypatch.setattr(Watched, "let_go", noted)
+        def noted(self: Watched) -> None:
+            known.append(self.meeting.board.failure is not None)
+            gpu().races.is_paused = True  # what devices compute is void from now on
+            let_go(self)
+
+        monkeypatch.setattr(kind, "let_go", noted)
+
+    note(WatchedRows)
+    note(WatchedKernel)
     return known
 
 
@@ -152,7 +163,11 @@ def test_no_rank_takes_void_results_for_right(first: int, releases: list[bool]) 
 def test_a_rank_that_does_not_let_the_others_know_is_noticed(
     monkeypatch: pytest.MonkeyPatch, releases: list[bool]
 ) -> None:
-    """The negative control: its device goes on with void data, which others take for right."""
+    """The negative control: its device goes on with void data, which others take for right.
+
+    A kernel would leave, and raise no counter after that.
+    """
+    monkeypatch.setattr(KernelRun, "leaves", False)
     monkeypatch.setattr(Board, "note_failure", lambda *_: None)
     monkeypatch.setattr(sys.modules[__name__], "is_refused", lambda *_: None)
     assert any(outcome.is_wrong for seed in range(24) for outcome in outcomes(seed))

@@ -25,6 +25,7 @@ from collectives.devices.messages import boxes
 from collectives.engines import Box
 from collectives.lowering import Counter, DeviceKind, DeviceProgram
 from tests.device.held_stream import hold, released
+from tests.device.kernels_of_threads import run_as_kernels
 from tests.device.threads_with_counters import use_counters
 from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
 from tests.fake_driver import gpu
@@ -33,14 +34,17 @@ pytestmark = pytest.mark.usefixtures("new_gpu")
 LENGTH = 12  # of arrays; 2, 3 and 4 ranks divide it
 
 # By what the streams of ranks are in order with each other.  Ranks that are threads use events;
-# the second kind is what ranks of different processes use.
-KINDS = "events", "counters"
+# the second kind is what ranks of different processes use, and the third if they run at one time.
+KINDS = "events", "counters", "kernels"
+MESSAGES = "events", "counters"  # which no kernel runs
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "counters":
         use_counters(monkeypatch)
+    elif request.param == "kernels":
+        run_as_kernels(monkeypatch)
     return request.param
 
 
@@ -224,8 +228,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     function = ctypes.CFUNCTYPE(ctypes.c_int, *FUNCTIONS[name])
     wait = function(gpu().driver.addresses[name])
 
-    def with_noted_events(self: loop.Loop, *arguments: Any) -> None:
-        init(self, *arguments)
+    def with_noted_events(self: loop.Loop, *arguments: Any, **options: Any) -> None:
+        init(self, *arguments, **options)
         noted.note(self)
 
     @function
@@ -285,6 +289,7 @@ def test_ranks_that_do_not_wait_for_counters_are_noticed(
     assert is_noticed(monkeypatch)
 
 
+@pytest.mark.parametrize("kind", MESSAGES, indirect=True)
 def test_a_message_that_is_read_before_it_is_ready_is_noticed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -299,6 +304,7 @@ def test_a_message_that_is_read_before_it_is_ready_is_noticed(
     assert is_noticed(monkeypatch, "ring", "send_recv")
 
 
+@pytest.mark.parametrize("kind", MESSAGES, indirect=True)
 def test_memory_of_messages_that_is_used_again_too_early_is_noticed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,11 +13,12 @@ from tests.device.mpi_program import PROGRAMS
 from tests.device.program_jobs import SECONDS, ProgramJobs
 
 LARGE = "large_messages_between_devices_that_are_partly_staged"
+EVERY = "every_algorithm", "algorithms_as_kernels"
 JOBS = ProgramJobs(str(Path(__file__).parent / "mpi_program.py"), PROGRAMS)
 
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("name", sorted(PROGRAMS.by_name.keys() - {"every_algorithm", LARGE}))
+@pytest.mark.parametrize("name", sorted(PROGRAMS.by_name.keys() - {*EVERY, LARGE}))
 def test_a_program_is_right(name: str) -> None:
     JOBS.check(name)
 
@@ -51,4 +52,9 @@ def test_the_host_time_of_calls_is_measured() -> None:
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 def test_every_algorithm(num_ranks: int) -> None:
-    JOBS.check("every_algorithm", num_ranks)
+    JOBS.check(EVERY[0], num_ranks)
+
+
+@pytest.mark.timeout(100)
+def test_algorithms_as_kernels() -> None:
+    JOBS.check(EVERY[1], 3)
