@@ -51,7 +51,7 @@ from collectives.devices.driver import (
     DriverError,
     IpcHandle,
 )
-from tests.fake_interpreter import KernelRun, combined
+from tests.fake_interpreter import IllegalUseError, KernelRun, combined
 from tests.fake_interpreter import Words as ProgramWords
 from tests.fake_races import NOTHING, Clock, Races, Use
 
@@ -669,6 +669,8 @@ class Streams:
         stream = self.random.choice(ready)
         operation = stream.queue[0]
         if operation.run is None or self._has_ended(stream, operation, operation.run):
+            if self.error:  # then there is no operation any more
+                return True
             stream.queue.popleft()
             if not stream.queue:
                 del self._busy[stream.handle]
@@ -689,14 +691,16 @@ class Streams:
         return is_lost or operation.is_ready()
 
     def _has_ended(self, stream: Stream, operation: Operation, run: KernelRun) -> bool:
-        """Execute a part of an operation; return whether it was the last one, or must not be."""
-        if self._objection(operation):
-            return True
+        """Execute a part of an operation; return whether it was the last one."""
         if not run.has_begun:
             self._keep_in_order(stream.handle, operation)
             run.begin(self.races.of(stream.handle))
-        with np.errstate(all="ignore"):
-            has_ended = run.step(self.random.choice)
+        try:
+            with np.errstate(all="ignore"):
+                has_ended = run.step(self.random.choice)
+        except IllegalUseError as error:
+            self._break(ILLEGAL_ADDRESS, f"stream {stream.handle:#x}: {operation.what}: {error}")
+            return True
         self.violations += run.violations
         run.violations.clear()
         if has_ended:
@@ -705,11 +709,12 @@ class Streams:
 
     def _execute(self, stream: Stream, operation: Operation) -> None:
         place = f"stream {stream.handle:#x}: {operation.what}"
-        if objection := self._objection(operation):
+        if operation.run is not None:
+            pass  # it has been executed in parts
+        elif objection := self._objection(operation):
             self._break(ILLEGAL_ADDRESS, f"{place}: {objection}")
         else:
-            if operation.run is None:
-                self._keep_in_order(stream.handle, operation)
+            self._keep_in_order(stream.handle, operation)
             try:
                 with np.errstate(all="ignore"):  # as on a GPU
                     operation.execute()
@@ -1057,6 +1062,10 @@ class FakeGpu(Streams):
     def view(self, address: int, size: int) -> Bytes:
         """The bytes of a range."""
         return self.memory.view(address, size)
+
+    def why_not(self, address: int, size: int, is_written: bool) -> str:
+        """Why a kernel must not use a range; "" if it may."""
+        return self.memory.objection(Range(address, size, is_written))
 
     def counter(self, address: int) -> np.ndarray:
         """A counter of this process or of another one, which a kernel may write."""

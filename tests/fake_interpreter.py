@@ -35,6 +35,13 @@ class Memory(Protocol):
     def counter(self, address: int) -> np.ndarray:
         """A counter, which may be that of another process."""
 
+    def why_not(self, address: int, size: int, is_written: bool) -> str:
+        """Why a range must not be used now; "" if it may."""
+
+
+class IllegalUseError(Exception):
+    """Memory that must not be used."""
+
 
 class Row(NamedTuple):
     """A row of a program: what it does, its bytes and places, or the words of its counters."""
@@ -237,6 +244,9 @@ class KernelRun:
             out.view(self._dtype)[...] = combined(self._function or "", first, others, row.lefts)
 
     def _use(self, used: Use) -> None:
+        size = used.end - used.start
+        if why := self._memory.why_not(used.start, size, used.is_written):
+            raise IllegalUseError(why)
         self.violations += self._races.use(used)
 
 

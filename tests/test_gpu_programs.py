@@ -36,9 +36,10 @@ def test_programs_after_one_that_fails_run_in_another_job() -> None:
 
 
 @pytest.mark.timeout(130)
-def test_every_program_is_right_on_the_fake_gpu() -> None:
+@pytest.mark.parametrize("place", ["fake", "kernels on fake"])
+def test_every_program_is_right_on_the_fake_gpu(place: str) -> None:
     names = [*PROGRAMS, *ALONE]
-    command = [PROGRAM, "fake", *names]
+    command = [PROGRAM, place, *names]
     done = launch(2, command, timeout=110, env=environment(), capture=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     for name in names:

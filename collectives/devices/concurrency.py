@@ -19,14 +19,18 @@ from collectives.devices.driver import Driver, DriverError
 from collectives.devices.meeting import Meeting, Wait, Waits
 from collectives.devices.shadow import Allocation, taken
 from collectives.devices.streams import STREAMS, Stream
-from collectives.engines import FAILS, NUM_SLOTS, WORKS, Board
+from collectives.engines import FAILS, NUM_SLOTS, WORKS
 from collectives.lowering import Counter, DeviceKind, DeviceOperation, Step
 
 NUM_ROUNDS = 16
 SECONDS_OF_A_ROUND = 30e-6  # more than a signal takes to another GPU; less than a turn
-_SECONDS = 0.2  # within which the kernels of all ranks end
-_AGREED = 1  # the turn of the answer
-_OF_ANOTHER = "another rank finds that its kernels cannot wait for those of others"
+_SECONDS = 0.5  # within which the kernels of all ranks end
+_READY = 1  # the turn of the answer
+_SURE = 3  # a verdict beside WORKS and FAILS: this rank knows whether kernels can wait
+_NO_KERNEL = "there is no kernel that runs programs"
+
+Member = tuple[int, bytes]  # of a communicator: its process and its device
+_known: dict[frozenset[Member], str] = {}  # why kernels of these cannot wait for each other
 BYTES = np.dtype(np.uint8)
 
 
@@ -44,6 +48,16 @@ def counters_of(driver: Driver, num_ranks: int) -> Allocation | None:
     driver.call("cuStreamSynchronize", stream.handle)
     STREAMS.give_back(driver, stream)
     return memory
+
+
+def _known_of(members: frozenset[Member]) -> str | None:
+    """Why kernels of these cannot wait for each other; None if that is not known.
+
+    Where those of more ranks can, so can those of a part.
+    """
+    if any(members <= others and not why for others, why in list(_known.items())):
+        return ""
+    return _known.get(members)
 
 
 def addresses(meeting: Meeting, counters: dict[int, int]) -> program.Addresses:
@@ -67,28 +81,45 @@ def host_words(meeting: Meeting) -> Any:
 
 
 class Handshake:
-    """Signals around all ranks, by a kernel of each, which are timed."""
+    """Signals around all ranks of a communicator, by a kernel of each, which are timed.
+
+    `members`: what identifies the process and the device of each rank.  `counters`: the memory of
+    each rank's.
+    """
 
     def __init__(
-        self, driver: Driver, board: Board, meeting: Meeting, counters: dict[int, int]
+        self,
+        driver: Driver,
+        meeting: Meeting,
+        members: frozenset[Member],
+        counters: dict[int, int],
     ) -> None:
-        self._driver, self._meeting = driver, meeting
-        steps = [*_around(board.rank, len(meeting.ranks))]
-        rises = {step.operation.counter: NUM_ROUNDS for step in steps if step.operation.counter}
-        words = program.words_of(steps, board.rank, len(meeting.ranks), rises, 1)
-        assert words is not None
-        program.set_addresses(words, addresses(meeting, counters))
-        self._words, self._host = words, host_words(meeting)
+        self._driver, self._meeting, self._members = driver, meeting, members
+        self._counters, self._host = counters, host_words(meeting)
 
-    def agree(self) -> Waits:
-        """Return why kernels cannot wait for each other; "" if they can, as all ranks find out."""
+    def try_it(self) -> Waits:
+        """Return why kernels cannot wait for each other, as far as this rank knows; "" if they can.
+
+        No kernel begins before all ranks are ready for that: their hosts may wait for each other.
+        """
         try:
-            why = yield from self._why_not()
+            verdicts = yield from self._verdicts()
         except BaseException:
-            self._meeting.answer_change(_AGREED, FAILS)  # or the others would wait for the answer
+            self._meeting.answer_change(_READY, FAILS)  # or the others would wait for the answer
             raise
-        yield self._meeting.answer_change(_AGREED, FAILS if why else WORKS)
-        return why or ("" if self._meeting.all_can_change() else _OF_ANOTHER)
+        if FAILS in verdicts:
+            return _NO_KERNEL
+        if verdicts != {_SURE}:
+            _known[self._members] = yield from self._why_not()
+        return _known_of(self._members)
+
+    def _verdicts(self) -> Waits:
+        """What all ranks say: that they are ready or sure, or that they cannot try."""
+        verdict = WORKS if _known_of(self._members) is None else _SURE
+        if len(self._counters) < len(self._meeting.ranks):
+            verdict = FAILS
+        yield self._meeting.answer_change(_READY, verdict)
+        return {int(self._meeting.record(rank)["answer"]) % 4 for rank in self._meeting.ranks}
 
     def _why_not(self) -> Waits:
         try:
@@ -101,19 +132,28 @@ class Handshake:
             return f"ranks take turns: a signal takes {seconds / NUM_ROUNDS * 1e6:.0f} us"
         return ""
 
+    def _words(self) -> program.Words:
+        """The words of the kernel."""
+        rank, num_ranks = self._meeting.board.rank, len(self._meeting.ranks)
+        steps = [*_around(rank, num_ranks)]
+        rises = {step.operation.counter: NUM_ROUNDS for step in steps if step.operation.counter}
+        words = program.words_of(steps, rank, num_ranks, rises, 1)
+        assert words is not None
+        program.set_addresses(words, addresses(self._meeting, self._counters))
+        return words
+
     def _timed(self) -> Waits:
         """The seconds of the second kernel, which begins when all have begun; None: too many."""
         driver = self._driver
-        kernel = driver.kernels.interpret(None, BYTES)
-        if kernel is None:
-            raise DriverError("loading the kernel", 0)
+        kernel, words = driver.kernels.interpret(None, BYTES), self._words()
+        assert kernel is not None, "the memory for counters is allocated only if there is one"
         events = [STREAMS.borrow_event(driver, is_timed=True) for _ in range(2)]
         stream = STREAMS.borrow(driver)
         STREAMS.note_waiting(driver, stream)
         try:
-            self._launch(kernel, stream, 0)
+            self._launch(kernel, words, stream, 0)
             driver.call("cuEventRecord", events[0], stream.handle)
-            self._launch(kernel, stream, 1)
+            self._launch(kernel, words, stream, 1)
             driver.call("cuEventRecord", events[1], stream.handle)
             has_ended = yield from self._until_ended(events[1])
             return driver.seconds_between(*events) if has_ended else None
@@ -140,9 +180,9 @@ class Handshake:
         yield Wait(has_ended, missing, is_at_work=True)
         return False
 
-    def _launch(self, kernel: int, stream: Stream, run: int) -> None:
+    def _launch(self, kernel: int, words: program.Words, stream: Stream, run: int) -> None:
         number = ctypes.c_int64(run)
-        places = self._words.ctypes.data, ctypes.addressof(number)
+        places = words.ctypes.data, ctypes.addressof(number)
         parameters = (ctypes.c_int64 * 2)(*places)
         shape = 1, 1, 1, 32, 1, 1, 0
         where = stream.handle, ctypes.addressof(parameters)

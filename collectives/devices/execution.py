@@ -29,7 +29,7 @@ from collectives.devices.clock import timed_end
 from collectives.devices.driver import DriverError
 from collectives.devices.exposed import Exposed
 from collectives.devices.kept import Kept
-from collectives.devices.links import Links
+from collectives.devices.links import UNTRIED, YES, Links
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Wait, Waits
 from collectives.devices.order import Enqueued, Order, Turns
@@ -49,6 +49,8 @@ from collectives.engines import (
 )
 from collectives.errors import CollectiveError, CollectiveMismatch
 from collectives.programs import Program
+
+_ANSWER_BITS = 2  # of a verdict, for the answer of `Links.may_be_kernels`
 
 
 class OnDevice:
@@ -595,12 +597,12 @@ class OnDevice:
         are_open = all(map(links.is_open, records.values()))
         if not are_open or any(record["closing"].any() for record in records.values()):
             yield self._until_it_may_block()
+        works = 1 + crc32(repr(sorted(links.staged or ())).encode()) << _ANSWER_BITS
         try:
             for record in records.values():
                 links.close(record)
             starts = self._placed.find(records)
-            verdict = WORKS + 4 * crc32(repr(sorted(links.staged or ())).encode())
-            verdict = FAILS if links.staged is None else verdict
+            verdict = FAILS if links.staged is None else works + links.may_be_kernels
         except DriverError:
             verdict = FAILS
         except BaseException:
@@ -610,13 +612,15 @@ class OnDevice:
         meeting.answer(verdict)
         yield meeting.for_answers()
         links.exports.closed(records[me]["closing"].tolist())
-        if verdict == FAILS or set(meeting.verdicts().values()) != {verdict}:
+        verdicts = meeting.verdicts().values()
+        if {each >> _ANSWER_BITS for each in verdicts} != {works >> _ANSWER_BITS}:
             self._may_others_run = None
             return "a rank cannot open the memory of another one"
         yield self._until_it_is_its_turn()
-        self._placed.begin(starts, meeting, self._exposed)
+        how = links.agree_on_kernels({each - works for each in verdicts})
+        self._placed.begin(records, starts, meeting, self._exposed, may_be_kernels=how == YES)
         yield from self._finish()
-        if all(record["lasts"] for record in records.values()):
+        if all(record["lasts"] for record in records.values()) and how != UNTRIED:
             self._keep(agreement)
         else:
             self.forget()

@@ -11,7 +11,8 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import combinations
 from typing import Any
@@ -44,6 +45,8 @@ _SECONDS = 5.0  # within which a stream sees what another one has written
 _ANSWERED = 1 << 62  # a verdict that no bit of a rank makes 0
 _FAILED = 1 << 61  # in a verdict of a rank whose stream has not written its counters
 
+UNTRIED, YES, NO = range(3)  # answers to whether kernels of the ranks can wait for each other
+
 Pair = tuple[int, int]
 PROCESS = int.from_bytes(os.urandom(7), "little")  # two containers may have a process of one number
 _users = itertools.count(1)  # the numbers of links in this process
@@ -60,9 +63,10 @@ class Links:
     `staged`: the pairs of ranks of this host that cannot read each other's memory; None until all
     have agreed.  `why`: for other ranks, why this one cannot read their memory.  `why_last_staged`:
     why the last call that was staged was.  `why_lost`: why this rank does not know what the others
-    may have agreed on, so that it stages all calls; "" if it does.  `why_no_kernels`: why the ranks
-    do not run calls as kernels, which wait for each other; "" if they do; None until all have
-    agreed.  `counters`: the memory of each rank's counters for kernels, in this process.
+    may have agreed on, so that it stages all calls; "" if it does.  `why_no_kernels`: why
+    kernels of the ranks cannot wait for each other, as far as this rank knows; "" if they can; None
+    until that was tried.  `counters`: the memory of all ranks' counters for kernels, as it is seen
+    from this process.
     """
 
     why_last_staged = why_lost = ""
@@ -87,6 +91,17 @@ class Links:
         Threads are not tried: a call of CUDA in one of them may wait for the kernels of all.
         """
         return self.board.has_all_ranks and not self.is_of_one_process
+
+    @property
+    def may_be_kernels(self) -> int:
+        """UNTRIED, YES or NO: whether kernels of the ranks can wait for each other."""
+        return UNTRIED if self.why_no_kernels is None else NO if self.why_no_kernels else YES
+
+    def agree_on_kernels(self, answers: Collection[int]) -> int:
+        """Whether they can, from what all ranks say."""
+        if NO in answers and self.why_no_kernels == "":
+            self.why_no_kernels = "another rank finds that its kernels cannot wait"
+        return NO if NO in answers else min(answers)
 
     def own_counters(self) -> Allocation | None:
         """The memory of this rank's counters for kernels, made at first use; None if it has none.
@@ -218,10 +233,10 @@ class Proposal:
             yield from self._look(meeting)
             if links.staged is None:
                 links.staged = frozenset(self._staged_pairs(meeting.verdicts()))
-                links.why_no_kernels = yield from self._try_kernels(meeting)
             for rank in meeting.ranks:
                 if rank != self._rank and not links.why[rank] and not links.is_direct(rank):
                     links.why[rank] = f"rank {rank} cannot read the memory of rank {self._rank}"
+            links.why_no_kernels = yield from self._try_kernels(meeting)
         except BaseException:
             meeting.answer(_ANSWERED | _FAILED)  # or the others would wait for it
             links.why_lost = "a call was abandoned in which the ranks agree on their links"
@@ -252,12 +267,23 @@ class Proposal:
         if not all(map(links.is_open, records)):
             yield Wait(partial(STREAMS.may_block, driver), list, is_at_work=True)
         links.why = {rank: self._why_unreadable(rank) for rank in peers}
+        links.counters = self._counters(meeting)  # now, while it may wait for all streams
         failed = 0
         if not links.is_of_one_process:
             failed = yield from self._try_counters(peers)
         readable = [links.board.parts[rank] or 0 for rank in peers if not links.why[rank]]
         meeting.answer(_ANSWERED | failed | sum(1 << part for part in readable))
         yield meeting.for_answers(_ANSWERED)
+
+    def _counters(self, meeting: Meeting) -> dict[int, int]:
+        """The memory of each rank's counters for kernels, of the ranks that have any."""
+        found = dict[int, int]()
+        for rank in meeting.ranks:
+            record = meeting.record(rank)
+            if not record["why_staged"] and record["buffers"][_COUNTERS]["size"]:
+                with suppress(DriverError):  # its pattern cannot be read either
+                    found[rank] = self._links.address(record, _COUNTERS)
+        return found
 
     def _staged_pairs(self, verdicts: dict[int, int]) -> Iterator[Pair]:
         """The pairs of which one cannot read the other's memory."""
@@ -335,14 +361,9 @@ class Proposal:
         links = self._links
         if links.staged or not links.can_try_kernels:
             return "some ranks cannot read each other's memory, or are threads"
-        records = {rank: meeting.record(rank) for rank in meeting.ranks}
-        if not all(record["buffers"][_COUNTERS]["size"] for record in records.values()):
-            return "there is no kernel that runs programs"
-        links.counters = {
-            rank: links.address(record, _COUNTERS) for rank, record in records.items()
-        }
-        handshake = Handshake(self._driver, links.board, meeting, links.counters)
-        return (yield from handshake.agree())
+        records = map(meeting.record, meeting.ranks)
+        members = frozenset((int(each["process"]), each["uuid"].tobytes()) for each in records)
+        return (yield from Handshake(self._driver, meeting, members, links.counters).try_it())
 
     def _note(self, ranks: Iterable[int], why: str) -> None:
         """Note why this rank cannot read the memory of others, unless there is a reason before."""

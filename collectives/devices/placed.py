@@ -57,29 +57,25 @@ class Placed:
     # Addresses
 
     def find(self, records: Records) -> Words:
-        """Find the program; return where the buffers of all ranks start.
-
-        Raises DriverError.
-        """
-        self.table = self._table(records)
+        """Return where the buffers of all ranks start.  Raises DriverError."""
         starts = np.zeros((self._transport.size, len(BUFFERS)), np.int64)
         for rank, record in records.items():
             if rank == self._transport.rank or self._links.is_direct(rank):
                 starts[rank] = [self._links.address(record, k) for k in range(len(BUFFERS))]
         return starts.reshape(-1)
 
-    def _table(self, records: Records) -> Table | KernelTable:
+    def _table(self, records: Records, *, may_be_kernels: bool) -> Table | KernelTable:
         """The table of this rank, which depends on where each rank's output lies."""
         me, staged = self._transport.rank, self._links.staged or frozenset()
         ranks = range(self._transport.size)
         aliasings = [aliasing_of(records[r]) if r in records else "none" for r in ranks]
-        key = tuple(aliasings), staged
+        key = tuple(aliasings), staged, may_be_kernels
         if key not in self._tables:
             lowered = self._call.lowered(aliasings, records, staged)
             rises = rises_of(lowered[rank] for rank in records)
             process = self._links.process
             threads = {rank for rank in records if records[rank]["process"] == process} - {me}
-            table = self._kernel_table(lowered, aliasings, rises)
+            table = self._kernel_table(lowered, aliasings, rises) if may_be_kernels else None
             self._tables = {key: table or table_of(lowered[me], me, frozenset(threads), rises)}
         return self._tables[key]
 
@@ -89,18 +85,28 @@ class Placed:
         aliasings: Sequence[Aliasing],
         rises: Mapping[Counter, int],
     ) -> KernelTable | None:
-        """The table of a kernel, if all ranks run the call as kernels."""
+        """The table of a kernel, if all ranks can run the call as kernels."""
         links, itemsize = self._links, self._call.spec.dtype.itemsize
-        if links.why_no_kernels != "":
-            return None
         memories = [Spans(aliasing, itemsize) for aliasing in aliasings]
         num_sharing = sum(uuid == links.uuid for uuid in links.uuids.values())
         ranks = Ranks(lowered, memories, rises)
         me = self._transport.rank
         return kernel_table(ranks, me, self._loop, links.counters, num_sharing)
 
-    def begin(self, starts: Words, meeting: Meeting, exposed: Exposed) -> None:
-        """Begin the first run after a meeting."""
+    def begin(
+        self,
+        records: Records,
+        starts: Words,
+        meeting: Meeting,
+        exposed: Exposed,
+        *,
+        may_be_kernels: bool,
+    ) -> None:
+        """Begin the first run after a meeting.
+
+        `may_be_kernels`: whether all ranks have said that their kernels can wait for each other.
+        """
+        self.table = self._table(records, may_be_kernels=may_be_kernels)
         rows, self._first_row = exposed.with_shadow(self.table.placed(meeting, starts))
         own_rows = rows[self._first_row :]
         self.watched = self.table.watched(self._call.text, meeting, own_rows, self._loop)

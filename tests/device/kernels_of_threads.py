@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from collectives.devices import kernel_table, links
+from collectives.devices import concurrency, kernel_table, links
 from tests.device.threads_with_counters import use_counters
 from tests.fake_driver import gpu
 
@@ -17,5 +17,6 @@ def run_as_kernels(monkeypatch: pytest.MonkeyPatch, seconds_between: float = 1e-
     use_counters(monkeypatch)
     monkeypatch.setattr(links.Links, "can_try_kernels", True)
     monkeypatch.setattr(kernel_table, "BYTES_OF_A_BLOCK", 32)
+    monkeypatch.setattr(concurrency, "_known", {})
     monkeypatch.setattr(gpu(), "has_interpreter", True)
     monkeypatch.setattr(gpu(), "seconds_between", seconds_between)

@@ -433,6 +433,7 @@ def main(kind: str, *names: str) -> None:
         place.check()
         if name in PROGRAMS:
             check_links(comm)
+            assert not place.are_kernels or links(comm).why_no_kernels == ""
             assert not place.bytes_staged, f"{name}: messages were staged"
         print(f"{name} is right on rank {comm.rank}", flush=True)
 

@@ -22,9 +22,10 @@ class OnCupy:
     """A GPU, of which ranks use another one each if there are several.
 
     `large`: elements of a large array.  `stride`: every which of many calls is made.
+    `are_kernels`: whether a kernel runs each call.
     """
 
-    large, stride = 5_000_011, 1
+    large, stride, are_kernels = 5_000_011, 1, False
 
     def __init__(self, rank: int) -> None:
         import cupy
@@ -104,7 +105,7 @@ class OnCupy:
 class OnFake:
     """The fake GPU, which is as late as CUDA allows."""
 
-    large, stride = 50_011, 11
+    large, stride, are_kernels = 50_011, 11, False
 
     def __init__(self, rank: int) -> None:
         from tests import fake_device, fake_driver
@@ -159,5 +160,30 @@ class OnFake:
         self.gpu.check()
 
 
+class KernelsOnCupy(OnCupy):
+    """A GPU on which a kernel runs each call: ranks have a GPU each, or MPS runs."""
+
+    are_kernels = True
+
+
+class KernelsOnFake(OnFake):
+    """The fake GPU on which a kernel runs each call, though ranks take turns."""
+
+    are_kernels, stride = True, 37
+
+    def __init__(self, rank: int) -> None:
+        from collectives.devices import concurrency, kernel_table
+
+        super().__init__(rank)
+        self.gpu.has_interpreter, self.gpu.seconds_between = True, 1e-6
+        concurrency._SECONDS = 20.0
+        kernel_table.BYTES_OF_A_BLOCK = 256
+
+
 Place = OnCupy | OnFake
-PLACES = {"cupy": OnCupy, "fake": OnFake}
+PLACES = {
+    "cupy": OnCupy,
+    "fake": OnFake,
+    "kernels on cupy": KernelsOnCupy,
+    "kernels on fake": KernelsOnFake,
+}
