@@ -1,14 +1,14 @@
 """One collective at one size: its buffers, its inputs, and the check of its result.
 
 With equal blocks all collectives have the same form: a buffer is a matrix with one row for each of
-its p blocks, or one row, and every column is treated in the same way.  So input and check use a
-window of columns at a time, and need little memory for buffers of any size.  With uneven blocks
-they use the whole buffers of all ranks at once.
+its p blocks, or one row, and every column is treated in the same way.  So the right result is made
+from a window of columns of all ranks at a time.  With uneven blocks it is made from their whole
+buffers at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +25,8 @@ Counts = tuple[int, ...] | tuple[tuple[int, ...], ...]
 # Who is measured besides the algorithms.
 PLAN, CALL = "plan", "call"  # ours, with the algorithm that is selected
 NATIVE, MEMCPY, GLOO = "native", "memcpy", "gloo"  # others
+THROUGH_HOST, NCCL = "get, MPI, set", "NCCL"  # others, of arrays on a device
+RIVALS = (NATIVE, NCCL, THROUGH_HOST)
 BOUND = "bound"  # the least exchange of messages that the collective needs
 FRESH, NATIVE_FRESH = "fresh call", "fresh native"  # on arrays that no call has seen before
 ASYNC, CHECKED = "async_op=True and wait", "checked call"  # other ways to make our call
@@ -159,42 +161,53 @@ def _own_block(case: Case, whole: Array | None) -> Array | None:
     return whole[sum(counts[: case.rank]) :][: counts[case.rank]]
 
 
-def prepare(case: Case, buffers: Buffers) -> None:
-    """Poison the output, and write the input that `num_wrong` expects."""
-    if buffers.y is not None:
-        buffers.y.fill(POISON)
-    if buffers.x is None:
-        return
-    x = buffers.x if case.backend.is_host else np.empty(buffers.x.shape, case.dtype)
-    for values, columns in _windows(x, case, case.num_in):
-        values[...] = _input(case, columns).reshape(values.shape)
-    if not case.backend.is_host:
-        case.backend.to_device([(buffers.x, HOST.host_buffer(x))])
+class Check:
+    """The input and the right result of a rank, made once for all runs of a case."""
+
+    def __init__(self, case: Case) -> None:
+        self._case = case
+        self._input = _filled(case, case.in_counts, _input)
+        self._result = _filled(case, case.out_counts, _result)
+
+    def prepare(self, buffers: Buffers) -> None:
+        """Poison the output, and write the input."""
+        if buffers.y is not None:
+            buffers.y.fill(POISON)
+        if buffers.x is not None:
+            _write(self._case.backend, self._input, buffers.x)
+
+    def num_wrong(self, result: Array | None) -> int:
+        """How many elements of this rank's result differ from the oracle's."""
+        if result is None:
+            return 0
+        return int(np.count_nonzero(_on_host(self._case.backend, result) != self._result))
 
 
-def num_wrong(case: Case, result: Array | None) -> int:
-    """How many elements of this rank's result differ from the oracle's."""
-    if result is None:
-        return 0
-    if not case.backend.is_host:
-        on_host = np.empty(result.shape, case.dtype)
-        case.backend.to_host([(result, HOST.host_buffer(on_host))])
-        case.backend.synchronize()
-        result = on_host
-    wrong = 0
-    for got, columns in _windows(result, case, case.num_out):
-        wrong += int(np.count_nonzero(got != _result(case, columns).reshape(got.shape)))
-    return wrong
+def _filled(case: Case, counts: Sequence[int], values: Callable[[Case, slice], Array]) -> Array:
+    """A buffer of so many blocks with its values."""
+    x = np.empty(sum(counts), case.dtype)
+    if x.size:
+        for columns_of_x, columns in _windows(x, case, len(counts)):
+            columns_of_x[...] = values(case, columns).reshape(columns_of_x.shape)
+    return x
 
 
-def wanted(case: Case) -> Array | None:
-    """This rank's result, which `num_wrong` expects; None if it gets none."""
-    if not case.num_out:
-        return None
-    result = np.empty(sum(case.out_counts), case.dtype)
-    for values, columns in _windows(result, case, case.num_out):
-        values[...] = _result(case, columns).reshape(values.shape)
-    return result
+def _write(backend: Backend, source: Array, x: Array) -> None:
+    """Copy from the host to an array of a backend."""
+    if backend.is_host:
+        x[...] = source
+    else:
+        backend.to_device([(x, HOST.host_buffer(source))])
+
+
+def _on_host(backend: Backend, x: Array) -> Array:
+    """An array of a backend, or its copy, on the host."""
+    if backend.is_host:
+        return x
+    copied = np.empty(x.shape, x.dtype)
+    backend.to_host([(x, HOST.host_buffer(copied))])
+    backend.synchronize()
+    return copied
 
 
 def _windows(x: Array, case: Case, num_blocks: int) -> Iterator[tuple[Array, slice]]:

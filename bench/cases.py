@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from bench import sizes
 from bench.case import JOINS, SPLITS, Case, Counts
-from bench.names import ALL, collectives_of
+from bench.names import ALL
 from collectives import Communicator
 from collectives.arrays import validation
 from collectives.arrays.backends import HOST, Backend
@@ -91,9 +91,8 @@ def read_counts(collective: str, options: argparse.Namespace, size: int) -> Coun
     """
     if collective not in SPLITS | JOINS:
         raise ValueError(f"--counts: {collective} has no blocks; it serves {_with_blocks()}")
-    if any(given is not None for given in (options.first, options.last, options.step,
-                                           options.factor)):  # fmt: skip
-        raise ValueError("--counts says how much is sent; leave out -b, -e, -i and -f")
+    if sizes.has_series(options) or options.sizes is not None:
+        raise ValueError("--counts says how much is sent; leave out -b, -e, -i and -f, and --sizes")
     text = MPI.COMM_WORLD.bcast(_text(options.counts) if MPI.COMM_WORLD.rank == 0 else None)
     if text is None:
         raise ValueError(f"--counts: {options.counts} cannot be read")
@@ -128,6 +127,6 @@ def _parsed(collective: str, text: str, size: int, path: Path) -> Counts:
 
 
 def every_case(comm: Communicator, options: argparse.Namespace, backend: Backend) -> Iterator[Case]:
-    """Those of one collective, or of all."""
-    for collective in collectives_of(options.collective):
+    """Those of all collectives that are measured."""
+    for collective in options.collectives:
         yield from cases(comm, collective, options, backend)

@@ -18,6 +18,7 @@ from bench.case import (
     NATIVE,
     NATIVE_FRESH,
     PLAN,
+    RIVALS,
     Buffers,
     Case,
 )
@@ -53,7 +54,7 @@ def contender(comm: Communicator, case: Case, buffers: Buffers, name: str) -> Co
 
 def algorithm_of(case: Case, name: str) -> str | None:
     """The algorithm behind a contender's name; None where others choose their own."""
-    if name == BOUND or name in _OTHERS or name in WAYS:
+    if name == BOUND or name in _OTHERS or name in WAYS or name in RIVALS:
         return None
     if name not in (PLAN, CALL, FRESH):
         return name

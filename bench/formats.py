@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from bench import summary
 from bench.case import JOINS, SPLITS, Case
 from bench.report import FORMS, Measurement, Row, op_and_root, percent, row_dict
+from collectives.arrays.backends import HOST
 
 
 class Format(NamedTuple):
@@ -31,30 +32,41 @@ def nothing(_: object) -> list[str]:
 
 _CASE = "{:>12}  {:>12}  {:>8}  {:>6}  {:>6}"
 _TIMES = "  {:>7}  {:>6}  {:>6}  {:>6}"
-_MORE = "  {:>5}  {:>6}"  # of each form, after both
+# Of each form, after both.
+_MORE_ON_HOST = "  {:>5}  {:>6}"
+_MORE_ON_DEVICE = _MORE_ON_HOST + "  {:>7}"
 _FORM_WIDTH = len(_TIMES.format(*" " * 4))
-HEADER = "\n".join(
-    ("#" + line[1:]).rstrip()
-    for line in (
+
+
+def header(*, is_host: bool) -> str:
+    """The lines above the columns."""
+    more, forms = _more_format(is_host), [form.replace("_", "-") for form in FORMS]
+    width = len(more.format(*" " * 3))
+    lines = (
         _CASE.format(*" " * 5)
-        + "".join(form.replace("_", "-").center(_FORM_WIDTH) for form in FORMS)
-        + "   out-of-place       in-place",
+        + "".join(form.center(_FORM_WIDTH) for form in forms)
+        + "".join(form.rjust(width) for form in forms),
         _CASE.format("size", "count", "type", "redop", "root")
         + _TIMES.format("time", "algbw", "busbw", "#wrong") * 2
-        + _MORE.format("+-", "portbw") * 2 + "  algorithm",
+        + more.format("+-", "portbw", "of copy") * 2 + "  algorithm",
         _CASE.format("(B)", "(elements)", "", "", "")
         + _TIMES.format("(us)", "(GB/s)", "(GB/s)", "") * 2
-        + _MORE.format("(%)", "(GB/s)") * 2,
-    )
-)  # fmt: skip
+        + more.format("(%)", "(GB/s)", "(%)") * 2,
+    )  # fmt: skip
+    return "\n".join(("#" + line[1:]).rstrip() for line in lines)
+
+
+def _more_format(is_host: bool) -> str:
+    return _MORE_ON_HOST if is_host else _MORE_ON_DEVICE
 
 
 def line(row: Row) -> str:
-    """One row, under `HEADER`."""
-    case = row.case
+    """One row, under `header`."""
+    case, more = row.case, _more_format(row.case.backend.is_host)
     head = _CASE.format(case.num_bytes, case.num_elements, case.dtype.name, *op_and_root(case))
     forms = [row.out_of_place, row.in_place]
-    return head + "".join(map(_times, forms)) + "".join(map(_more, forms)) + f"  {row.label}"
+    numbers = "".join([*map(_times, forms), *(more.format(*_more(found)) for found in forms)])
+    return f"{head}{numbers}  {row.label}"
 
 
 def _times(found: Measurement | None) -> str:
@@ -65,11 +77,12 @@ def _times(found: Measurement | None) -> str:
     return _TIMES.format(fitted(found.seconds * 1e6, 7), *rates, wrong)
 
 
-def _more(found: Measurement | None) -> str:
+def _more(found: Measurement | None) -> list[str]:
     if found is None:
-        return _MORE.format("-", "-")
+        return ["-"] * 3
     port = "-" if found.portbw is None else fitted(found.portbw, 6)
-    return _MORE.format(percent(found.spread), port)
+    share = "-" if found.of_copy is None else percent(found.of_copy)
+    return [percent(found.spread), port, share]
 
 
 def fitted(value: float, width: int) -> str:
@@ -79,7 +92,8 @@ def fitted(value: float, width: int) -> str:
 
 
 def _nccl_head(facts: dict[str, Any]) -> list[str]:
-    return ["# " + ", ".join(f"{key} {value}" for key, value in facts.items()), HEADER]
+    said = "# " + ", ".join(f"{key} {value}" for key, value in facts.items())
+    return [said, header(is_host=facts["arrays"] == HOST.kind)]
 
 
 def _nccl_lines(rows: Sequence[Row]) -> list[str]:

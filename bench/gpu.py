@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -40,6 +41,12 @@ BUDGET = 490  # seconds in which steps may run
 LIMIT = 240  # seconds for a step
 PATIENCE = 45  # seconds for a step to end what it has started, when its time is up
 SIZES = "-b 1K -e 16M -f 128 -w 1 -n 3 --seconds 0.1 --algorithm all --call"
+DEVICES = (
+    "--device cuda --native --call --collectives all_reduce reduce_scatter all_gather all_to_all "
+    "broadcast --sizes 1K 128K 1M 16M 64M -w 1 -n 5 --seconds 0.05 --algorithm one_shot,two_shot,"
+    "ring,direct,recursive_halving,bruck,linear,pairwise,binomial,scatter_all_gather"
+)
+NCCL_SHARES = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # so that several ranks may use one GPU
 TESTS = "tests "  # how their names begin
 MODEL = "--device cuda --steps 5 --layers 2 --hidden 64 --context 32 --batch 19 --dtype float32"
 LAYOUTS = {
@@ -134,12 +141,12 @@ def steps(no_mpi: str | None) -> Iterator[Step]:
 
 
 def device_tables() -> Iterator[Step]:
-    """Collectives on devices, on 2 and on 4 ranks, without and with MPS."""
+    """Collectives on devices beside other libraries, on 2 and 4 ranks, without and with MPS."""
     for num_ranks in (2, 4):
-        words = [*launched(num_ranks), "-m", "bench.device_table"]
-        yield Step(f"devices {num_ranks}", words, "--json")
+        words = ["-m", "bench", "all", "-g", str(num_ranks), *DEVICES.split()]
+        yield Step(f"devices {num_ranks}", words, "-J")
         with_mps = ["-m", "bench.mps", str(LIMIT - PATIENCE), *words]
-        yield Step(f"devices {num_ranks} mps", with_mps, "--json")
+        yield Step(f"devices {num_ranks} mps", with_mps, "-J")
 
 
 def launched(num_ranks: int) -> list[str]:
@@ -177,7 +184,7 @@ def ended(step: Step, folder: Path, seconds_left: float) -> str:
 
 def status_of(command: Sequence[str], file: IO[str], limit: float) -> int | None:
     """Run a command; its exit status, or None if it is not done in time and had to be ended."""
-    process = subprocess.Popen(command, stdout=file, stderr=file)
+    process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **NCCL_SHARES})
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:

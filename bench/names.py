@@ -11,6 +11,8 @@ import numpy as np
 from collectives import algorithms
 
 ALL = "all"
+WORKS = "works"  # of an MPI and arrays on a GPU
+UNTRIED = "nobody has tried whether MPI works on arrays of a GPU; with -g a job of its own does"
 # As nccl-tests prints them.  Its "float" is float32; NumPy's is not.
 NCCL: dict[str, np.dtype[Any]] = {
     "int8": np.dtype("int8"),

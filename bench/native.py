@@ -37,6 +37,17 @@ def native(case: Case, buffers: Buffers) -> Contender:
     return Contender(run, nothing, result)
 
 
+def native_on_device(case: Case, buffers: Buffers) -> Contender:
+    """The call on arrays of a device, when the current stream is done: MPI cannot wait for it."""
+    made, is_done = native(case, buffers), case.backend.synchronize
+
+    def run() -> None:
+        is_done()
+        made.run()
+
+    return made._replace(run=run)
+
+
 def _ops(case: Case) -> dict[str, MPI.Op]:
     return _OPS_OF_BOOL if case.dtype.kind == "b" else OPERATIONS
 
@@ -46,7 +57,7 @@ def _buffers(case: Case, buffers: Buffers) -> tuple[Any, Any]:
     send = _described(case, buffers.x, case.in_counts)
     receive = _described(case, buffers.y, case.out_counts)
     if case.collective == "exscan" and receive is None:
-        return send, np.empty_like(send)  # mpi4py wants one on rank 0 too; MPI leaves it as it is
+        return send, np.empty(send.shape, case.dtype)  # for mpi4py; MPI needs none on rank 0
     if not buffers.is_in_place or send is None or receive is None:
         return send, receive
     if case.collective == "scatter":

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from bench import sizes
-from bench.names import ALL, collectives_of, dtype_of, dtypes_of
+from bench.names import ALL, UNTRIED, collectives_of, dtype_of, dtypes_of
 from bench.samples import AVERAGES
+from collectives import algorithms
 from collectives.arrays.operators import operators
 from collectives.schedule.contracts import SPECS
 from collectives.selection import labels
@@ -27,11 +28,14 @@ FORMATS = ["nccl", "osu"]
 def add_options(parser: argparse.ArgumentParser, collective: str) -> None:
     """Add the options that have a meaning for this collective, or for "all" of them."""
     specs = [SPECS[name] for name in collectives_of(collective)]
-    parser.set_defaults(run=run, collective=collective, op="sum", root="0", device="cpu",
-        dtypes=dtypes_of("uint8"), counts=None)  # fmt: skip
+    parser.set_defaults(run=run, collective=collective, collectives=[collective], op="sum",
+        root="0", device="cpu", dtypes=dtypes_of("uint8"), counts=None)  # fmt: skip
     add = parser.add_argument
     if collective != "barrier":
         _add_data(parser)
+    if collective == ALL:
+        add("--collectives", nargs="+", choices=algorithms.collectives(), metavar="NAME",
+            default=algorithms.collectives(), help="only these")  # fmt: skip
     if any(spec.is_reduction for spec in specs):
         names = [*(operators(collective) if collective != ALL else operators("all_reduce")), ALL]
         add("-o", "--op", choices=names, default="sum", help="operator; default: %(default)s")
@@ -99,7 +103,11 @@ def _add_contenders(add: Add, collective: str) -> None:
         "repeated; default: a plan of what the library selects")  # fmt: skip
     add("--plan", action="store_true", help="measure a plan, run again and again")
     add("--call", action="store_true", help="measure our one-shot call")
-    add("--native", action="store_true", help="measure the MPI library's own call")
+    add("--native", action="store_true", help="measure the MPI library's own call; with --device "
+        "cuda also NCCL's, and copies to the host and back around MPI's")  # fmt: skip
+    add("--device-mpi", metavar="works|WHY", default=UNTRIED, help="whether MPI works on arrays of "
+        "a GPU, or why --native must leave it out there; with -g a job of its own tries it first; "
+        "default: that nobody has tried")  # fmt: skip
     add("--limits", action="store_true", help="measure a copy in memory, and the least exchange "
         "of messages that the collective needs")  # fmt: skip
 
@@ -123,6 +131,8 @@ def add_sizes(parser: argparse.ArgumentParser, last: str = "16M") -> None:
         help="least size in bytes, such as 8 or 64K; default: 8")  # fmt: skip
     add("-e", "--maxbytes", dest="last", type=sizes.parse, metavar="MAX",
         help=f"no size is greater; default: {last}")  # fmt: skip
+    add("--sizes", nargs="+", type=sizes.parse, metavar="BYTES",
+        help="exactly these, instead of a series")  # fmt: skip
     between = parser.add_mutually_exclusive_group()
     between.add_argument("-i", "--stepbytes", dest="step", type=sizes.parse, metavar="STEP",
         help="bytes from one size to the next")  # fmt: skip

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 
 from bench import sizes
 from bench.jobs import environment
+from bench.mps import last_line
+from bench.names import WORKS
 from collectives.export import unwritable
-from collectives.launch import launch
+from collectives.launch import TIMED_OUT, launch
 from collectives.launch.bootstrap import RANK_VARIABLES
 from collectives.launch.mpirun import MpiNotFound
 
 SECONDS = 3600.0  # after which the job is ended
+TRIAL_SECONDS = 60.0  # after which the job that tries MPI on arrays of a GPU is ended
 
 
 def run(words: Sequence[str], options: argparse.Namespace) -> int:
@@ -33,12 +36,26 @@ def run(words: Sequence[str], options: argparse.Namespace) -> int:
         return _refused(str(error))
     if options.json is not None and (reason := unwritable(options.json)):
         return _refused(reason)
-    command += ["--live"] * sys.stdout.isatty()
     try:
+        if getattr(options, "native", False) and options.device == "cuda":
+            command.append(f"--device-mpi={tried(size, command)}")
+        command += ["--live"] * sys.stdout.isatty()
         done = launch(size, ["-m", "bench", *command], timeout=SECONDS, env=environment())
     except MpiNotFound as error:
         return _refused(str(error))
     return done.returncode
+
+
+def tried(size: int, command: Sequence[str]) -> str:
+    """The word that MPI works on arrays of a GPU, or why not: a job tries all cases."""
+    program = ["-m", "bench.device_mpi", *command]
+    done = launch(size, program, timeout=TRIAL_SECONDS, env=environment(), capture=True)
+    if done.returncode == 0:
+        return WORKS
+    if done.returncode == TIMED_OUT:
+        return f"a job that tried it on arrays of a GPU was not done after {TRIAL_SECONDS:g} s"
+    said = "".join(filter(str.isprintable, last_line(done.stderr)))
+    return f"a job that tried it on arrays of a GPU ended with status {done.returncode}: {said}"
 
 
 def without_ranks(words: Sequence[str]) -> tuple[int, list[str]]:

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -26,14 +28,16 @@ from rich.console import Console
 
 import collectives
 from bench import report, sizes, summary
-from bench.case import BOUND, CALL, MEMCPY, NATIVE, PLAN, Buffers, Case, in_place, out_of_place
+from bench.case import BOUND, CALL, MEMCPY, PLAN, Buffers, Case, in_place, out_of_place
 from bench.cases import every_case
 from bench.contenders import algorithm_of, contender
+from bench.copy_rate import copy_rate
 from bench.formats import FORMATS, Format
+from bench.guard import StuckError
 from bench.live import Show, live
 from bench.names import ALL
-from bench.native import native_lacks
 from bench.report import REFERENCES, Measurement, Row
+from bench.rivals import Rivals, links_of, num_devices
 from bench.samples import AVERAGES
 from bench.side_by_side import outcomes
 from bench.timing import BLOCK_CALLS, Effort
@@ -74,6 +78,11 @@ def ending_the_job() -> Iterator[None]:
         print(f"bench: {error}", file=sys.stderr, flush=True)
         mpi4py.run.set_abort_status(1)  # takes effect when Python exits
         sys.exit(1)
+    except StuckError as error:
+        if MPI.COMM_WORLD.rank == 0:
+            print(f"bench: {error}", file=sys.stderr, flush=True)
+        time.sleep(1)  # or the launcher could lose what was printed
+        os._exit(1)  # because Python would wait for the device
 
 
 def measured(comm: Communicator, options: argparse.Namespace, console: Console) -> int:
@@ -84,9 +93,10 @@ def measured(comm: Communicator, options: argparse.Namespace, console: Console) 
         console.print(f"bench: {error}", markup=False)
         return 2
     rows = benchmark.report(console)
+    found = benchmark.facts() | benchmark.on_devices() | summary.as_dict(rows)
     if options.json is not None and comm.rank == 0:
-        found = benchmark.facts() | summary.as_dict(rows)
         options.json.write_text(json.dumps(found, indent=1) + "\n")
+    benchmark.rivals.free()
     return 1 if any(row.wrong for row in rows) else 0
 
 
@@ -100,12 +110,15 @@ class Benchmark:
     def __init__(self, comm: Communicator, options: argparse.Namespace) -> None:
         self.comm, self.options = comm, options
         refuse(options)
-        every = every_case(comm, options, backend(comm, options.device))
+        self.backend = backend(comm, options.device)
+        every = every_case(comm, options, self.backend)
         self.names = {case: chosen for case in every if (chosen := names(case, options))}
         self.cases = list(self.names)
         for case, chosen in self.names.items():
             check_schedules(case, chosen)
         check_output(options.json)
+        self.rate = None if self.backend.is_host else copy_rate(self.backend)
+        self.rivals = Rivals(options, self.backend)
 
     def facts(self) -> dict[str, Any]:
         """What was measured, for JSON and the first line."""
@@ -122,11 +135,17 @@ class Benchmark:
             "average": AVERAGES[options.average],
         }
 
-    @property
-    def lacking(self) -> list[str]:
-        """What MPI lacks for some of the cases, as texts."""
-        found = map(native_lacks, self.cases) if self.options.native else ()
-        return list(dict.fromkeys(lack for lack in found if lack is not None))
+    def on_devices(self) -> dict[str, Any]:
+        """What else is known of a measurement on devices, for JSON.  All ranks call this."""
+        if self.rate is None:
+            return {}
+        return {
+            "devices": num_devices(self.backend),
+            "mps": "CUDA_MPS_PIPE_DIRECTORY" in os.environ,
+            "links": links_of(self.comm),
+            "copy_rate": self.rate,
+            "left_out": self.rivals.left_out,
+        }
 
     @property
     def effort(self) -> Effort:
@@ -139,8 +158,8 @@ class Benchmark:
         """Measure, and print as it goes; the rows."""
         form, rows = format_of(self.options), list[Row]()
         say(console, form.head(self.facts()))
-        for lacking in self.lacking:
-            say(console, form.comment(f"native: not measured, MPI has no {lacking}"))
+        for text in [*self.rivals.news(), *self.rivals.lacking(self.cases)]:
+            say(console, form.comment(text))
         with live(console, 2 * len(self.cases)) as show:
             for collective, group in groupby(self.cases, attrgetter("collective")):
                 if self.options.collective == ALL:
@@ -148,42 +167,48 @@ class Benchmark:
                 for case in group:
                     rows += (found := self.rows(case, self.names[case], show))
                     say(console, form.lines(found))
+                    for text in self.rivals.news():
+                        say(console, form.comment(text))
         say(console, form.tail(rows))
         if self.options.format == "nccl" and len({row.name for row in rows} - {*REFERENCES}) > 1:
-            say(console, ["", "Best algorithm and one-shot call against the MPI library's own:"])
+            say(console, ["", "Best algorithm and call of ours against the fastest of the others:"])
             print_table(summary.summary_table(summary.summaries(rows)), console)
         return rows
 
-    def rows(self, case: Case, chosen: Sequence[str], show: Show) -> list[Row]:
+    def rows(self, case: Case, ours: Sequence[str], show: Show) -> list[Row]:
         """Every contender at one size."""
         apart, inside = (
-            self.form(case, chosen, buffers_of, show) for buffers_of in (out_of_place, in_place)
+            self.form(case, ours, buffers_of, show) for buffers_of in (out_of_place, in_place)
         )
         return [
-            Row(case, name, algorithm_of(case, name), *found)
-            for name, *found in zip(chosen, apart, inside, strict=True)
+            Row(case, name, algorithm_of(case, name), apart.get(name), inside.get(name))
+            for name in dict.fromkeys([*apart, *inside])
         ]
 
     def form(
         self,
         case: Case,
-        chosen: Sequence[str],
+        ours: Sequence[str],
         buffers_of: Callable[[Case], Buffers | None],
         show: Show,
-    ) -> Sequence[Measurement | None]:
-        """Every contender, timed side by side on the same buffers and then checked."""
+    ) -> dict[str, Measurement]:
+        """Every contender that does not fail, timed on the same buffers and then checked."""
         show(f"{case.collective}, {sizes.text(case.num_bytes)}, {buffers_of.__name__}")
         if (buffers := buffers_of(case)) is None:
-            return [None] * len(chosen)
-        made = [contender(self.comm, case, buffers, name) for name in (*chosen, chosen[0])]
-        found = outcomes(case, buffers, made, self.effort, checks=self.options.checks)
-        *kept, again = found
-        noise = abs(again.seconds - kept[0].seconds) / min(again.seconds, kept[0].seconds)
-        return [
-            report.measurement(case, name, algorithm_of(case, name), *outcome,
-                               average=self.options.average, noise=noise)
-            for name, outcome in zip(chosen, kept, strict=True)
-        ]  # fmt: skip
+            return {}
+        made = {name: contender(self.comm, case, buffers, name) for name in ours}
+        made |= self.rivals.contenders(case, buffers)
+        again = contender(self.comm, case, buffers, ours[0])
+        everybody = [*made.values(), again]
+        *kept, second = outcomes(case, buffers, everybody, self.effort, checks=self.options.checks)
+        first = kept[0].seconds
+        noise = abs(second.seconds - first) / min(second.seconds, first)
+        return {
+            name: report.measurement(case, name, algorithm_of(case, name), outcome.samples,
+                                     outcome.wrong, average=self.options.average, noise=noise,
+                                     rate=self.rate)
+            for name, outcome in zip(made, kept, strict=True) if outcome.samples is not None
+        }  # fmt: skip
 
 
 def say(console: Console, lines: Sequence[str]) -> None:
@@ -199,8 +224,6 @@ def format_of(options: argparse.Namespace) -> Format:
 
 def refuse(options: argparse.Namespace) -> None:
     """Raise ValueError for options that do not go together."""
-    if options.native and options.device != "cpu":
-        raise ValueError("--native: the MPI library's own call gets no arrays of a GPU")
     if options.full and options.format != "osu":
         raise ValueError("--full adds columns to --format osu, and has no meaning without it")
     for dtype in options.dtypes:
@@ -209,7 +232,7 @@ def refuse(options: argparse.Namespace) -> None:
 
 
 def names(case: Case, options: argparse.Namespace) -> list[str]:
-    """The contenders of a case; the library's own choice, if the user names none of ours."""
+    """Ours of a case, with the limits; the library's own choice, if the user names none."""
     wanted = list(dict.fromkeys(options.names or []))
     if ALL in wanted:
         wanted = every_algorithm(case.collective, case.size)
@@ -219,7 +242,6 @@ def names(case: Case, options: argparse.Namespace) -> list[str]:
     others = {
         PLAN: options.plan or not (options.names or options.call),
         CALL: options.call,
-        NATIVE: options.native and native_lacks(case) is None,
         MEMCPY: options.limits and case.collective != "barrier",
         BOUND: options.limits,
     }
@@ -228,7 +250,7 @@ def names(case: Case, options: argparse.Namespace) -> list[str]:
 
 def check_schedules(case: Case, chosen: Sequence[str]) -> None:
     """Raise ValueError or ScheduleError if an algorithm among them cannot run this case."""
-    for name in set(chosen) - {PLAN, CALL, NATIVE, MEMCPY, BOUND}:
+    for name in set(chosen) - {PLAN, CALL, MEMCPY, BOUND}:
         select.check(case.collective, name, case.size)
         check_schedule(case, name)
 

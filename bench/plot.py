@@ -21,7 +21,7 @@ from typing import Any
 
 from bench import sizes
 from bench.case import BOUND, MEMCPY
-from bench.report import FORMS, Measurement
+from bench.report import FORMS, Measurement, devices_text
 from bench.results import Key, Result, result
 from collectives.export import output_file
 
@@ -90,7 +90,9 @@ def title_of(key: Key, facts: Mapping[str, Any]) -> str:
     """What is drawn, and where it was measured."""
     op = "" if key.op == "none" else f", {key.op}"
     root = "" if key.root < 0 else f", root {key.root}"
-    return f"{key.collective} on {facts['ranks']} ranks, {key.dtype}{op}{root}, {facts['mpi']}"
+    devices = f" on {devices_text(facts['devices'])}" if "devices" in facts else ""
+    ranks = f"{facts['ranks']} ranks{devices}"
+    return f"{key.collective} on {ranks}, {key.dtype}{op}{root}, {facts['mpi']}"
 
 
 def draw(groups: Groups, path: Path) -> None:

@@ -6,6 +6,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from bench.case import BOUND, CALL, JOINS, MEMCPY, PLAN, SPLITS, Case
+from bench.copy_rate import least_copied
 from bench.samples import Samples
 from collectives.schedule.contracts import SPECS
 from collectives.selection import select
@@ -21,6 +22,7 @@ class Measurement(NamedTuple):
     - `fastest`, `mean`, `slowest`: medians among the ranks.
     - `portbw`: None where the algorithm is not known, or blocks are uneven.
     - `wrong`: None if it was not checked.
+    - `of_copy`: the fraction of a device's copy rate that the busiest rank reaches.
     - `noise`: how much the times of one contender differ that was measured twice, as a fraction.
     """
 
@@ -35,6 +37,7 @@ class Measurement(NamedTuple):
     busbw: float
     portbw: float | None
     wrong: int | None
+    of_copy: float | None
     noise: float
 
     @property
@@ -79,15 +82,20 @@ def measurement(
     *,
     average: int,
     noise: float,
+    rate: float | None = None,
 ) -> Measurement:
-    """The bandwidths that follow from a time.  `average`: see `Samples.over_ranks`."""
+    """The bandwidths that follow from a time.
+
+    `average`: see `Samples.over_ranks`.  `rate`: of a copy within the device.
+    """
     times = samples.over_ranks(average)
     algbw = case.num_bytes / times.median / 1e9
     return Measurement(
         times.median, times.low, times.high, *_among_ranks(samples), samples.number,
         algbw, algbw * bus_factor(case.collective, case.size),
         _port_bandwidth(case, algorithm, times.median),
-        None if name in REFERENCES else wrong, noise,
+        None if name in REFERENCES else wrong,
+        None if rate is None else least_copied(case) / times.median / rate, noise,
     )  # fmt: skip
 
 
@@ -112,6 +120,11 @@ def _port_bandwidth(case: Case, algorithm: str | None, seconds: float) -> float 
     )
     busiest = chosen.algorithm.max_bytes_per_rank(p=case.size, n=case.num_bytes, **chosen.options)
     return float(busiest) / seconds / 1e9
+
+
+def devices_text(number: int) -> str:
+    """A number of devices as text."""
+    return "one device" if number == 1 else f"{number} devices"
 
 
 def op_and_root(case: Case) -> tuple[str, int]:

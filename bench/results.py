@@ -15,7 +15,7 @@ from collectives.selection.fields import fields, shown, texts
 
 KEYS = ("collective", "dtype", "op", "root", "size", "name")
 _NUMBERS = ("root", "size")
-_OPTIONAL = ("portbw", "wrong")  # of a measurement
+_OPTIONAL = ("portbw", "wrong", "of_copy")  # of a measurement
 
 
 class Key(NamedTuple):

@@ -7,22 +7,29 @@ from typing import NamedTuple
 
 from mpi4py import MPI
 
-from bench.case import Buffers, Case, num_wrong, prepare
+from bench.case import Buffers, Case, Check
 from bench.samples import Samples
-from bench.timing import SMALL, Effort, sampled
+from bench.timing import SMALL, Effort, raced
 from bench.ways import Contender
 
 
 class Outcome(NamedTuple):
-    """Of one contender: its samples, and wrong elements on all ranks (None: not checked)."""
+    """Of one contender: its samples, and wrong elements on all ranks.
 
-    samples: Samples
+    `samples`: None if an attempt failed.  `wrong`: None if it was not checked.
+    """
+
+    samples: Samples | None
     wrong: int | None
 
     @property
     def seconds(self) -> float:
         """The time of a call: the median of the slowest rank."""
+        assert self.samples is not None, "only an attempt can fail"
         return self.samples.slowest
+
+
+FAILED = Outcome(None, None)
 
 
 def outcomes(
@@ -37,20 +44,34 @@ def outcomes(
 
     `checks`: runs of each contender whose results are checked.
     """
-    runs, is_small = [each.run for each in contenders], case.num_bytes < SMALL
-    end = case.backend.synchronize
-    samples = sampled(runs, buffers.x, is_small=is_small, effort=effort, end=end)
-    wrong = [_wrong(case, buffers, each, checks) if checks else None for each in contenders]
-    for each in contenders:
-        each.free()
-    return [Outcome(*found) for found in zip(samples, wrong, strict=True)]
+    runs, attempts = [each.run for each in contenders], [each.attempt for each in contenders]
+    is_small, end = case.num_bytes < SMALL, case.backend.synchronize
+    samples = raced(runs, attempts, buffers.x, is_small=is_small, effort=effort, end=end)
+    found = [Outcome(each, None) for each in samples]
+    if checks:
+        check = Check(case)
+        found = [
+            checked(check, buffers, made, each, checks) if each is not None else FAILED
+            for made, each in zip(contenders, samples, strict=True)
+        ]
+    for made in contenders:
+        made.free()
+    return found
 
 
-def _wrong(case: Case, buffers: Buffers, made: Contender, checks: int) -> int:
-    """Wrong elements on all ranks after the first run that has any, of so many runs."""
-    for _ in range(checks):
-        prepare(case, buffers)
+def checked(
+    check: Check, buffers: Buffers, made: Contender, samples: Samples, checks: int
+) -> Outcome:
+    """The outcome after the first run that has wrong elements, of so many runs."""
+
+    def num_wrong() -> int:
+        check.prepare(buffers)
         made.run()
-        if wrong := int(MPI.COMM_WORLD.allreduce(num_wrong(case, made.result))):
-            return wrong
-    return 0
+        return check.num_wrong(made.result)
+
+    wrong = 0
+    while checks and not wrong:
+        if (mine := made.attempt(num_wrong)) is None:
+            return FAILED
+        wrong, checks = int(MPI.COMM_WORLD.allreduce(mine)), checks - 1
+    return Outcome(samples, wrong)

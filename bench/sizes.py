@@ -52,9 +52,19 @@ def series(first: int, last: int, factor: int | None = None, step: int | None = 
 
 
 def sizes_of(options: argparse.Namespace) -> list[int]:
-    """The series that `options.add_sizes` has read.  ValueError if it is empty."""
+    """The sizes that `options.add_sizes` has read.  ValueError if there are none."""
+    if options.sizes is not None:
+        if has_series(options):
+            raise ValueError("--sizes says which; leave out -b, -e, -i and -f")
+        return list(options.sizes)
     first, last = options.usual
     return series(options.first or first, options.last or last, options.factor, options.step)
+
+
+def has_series(options: argparse.Namespace) -> bool:
+    """Whether the user has said something of a series."""
+    given = options.first, options.last, options.step, options.factor
+    return any(each is not None for each in given)
 
 
 def whole_blocks(num_bytes: int, itemsize: int, num_blocks: int) -> int:

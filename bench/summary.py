@@ -1,4 +1,4 @@
-"""The summary of a benchmark: ours against the MPI library's own, and the noise of the machine."""
+"""The summary of a benchmark: ours against other libraries, and the noise of the machine."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 from bench import sizes
-from bench.case import CALL, NATIVE, Case
+from bench.case import CALL, RIVALS, Case
 from bench.report import FORMS, REFERENCES, Measurement, Row, row_dict, times_faster, us
 from parallel.cli import table_with
 
 
 class Summary(NamedTuple):
-    """One case: seconds of MPI's own call, our best algorithm, and our call; None: not run."""
+    """One case: seconds of the fastest other library, our best algorithm, and our call, or None."""
 
     collective: str
     size: int
-    native: float | None
+    other: str | None
+    other_seconds: float | None
     best: str | None
     best_seconds: float | None
     call: float | None
 
     @property
     def best_ratio(self) -> float | None:
-        """How many times faster than MPI's own our best algorithm is."""
-        return _ratio(self.native, self.best_seconds)
+        """How many times faster than the other our best algorithm is."""
+        return _ratio(self.other_seconds, self.best_seconds)
 
     @property
     def call_ratio(self) -> float | None:
-        """How many times faster than MPI's own our call is."""
-        return _ratio(self.native, self.call)
+        """How many times faster than the other our call is."""
+        return _ratio(self.other_seconds, self.call)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {**self._asdict(), "best_ratio": self.best_ratio, "call_ratio": self.call_ratio}
 
 
-def _ratio(native: float | None, ours: float | None) -> float | None:
-    return None if native is None or ours is None else native / ours
+def _ratio(other: float | None, ours: float | None) -> float | None:
+    return None if other is None or ours is None else other / ours
 
 
 def summaries(rows: Iterable[Row]) -> list[Summary]:
@@ -52,12 +53,17 @@ def summaries(rows: Iterable[Row]) -> list[Summary]:
 
 
 def _summary(case: Case, rows: Sequence[Row]) -> Summary:
-    others = {row.name: row.first.seconds for row in rows if row.name in (CALL, NATIVE)}
-    ours = [row for row in rows if row.name not in (*others, *REFERENCES)]
-    best = min(ours, key=lambda row: row.first.seconds, default=None)
-    name, seconds = (best.label, best.first.seconds) if best else (None, None)
-    native, call = others.get(NATIVE), others.get(CALL)
-    return Summary(case.collective, case.num_bytes, native, name, seconds, call)
+    others = [row for row in rows if row.name in RIVALS]
+    ours = [row for row in rows if row.name not in (CALL, *RIVALS, *REFERENCES)]
+    calls = [row.first.seconds for row in rows if row.name == CALL]
+    fastest = *_fastest(others), *_fastest(ours)
+    return Summary(case.collective, case.num_bytes, *fastest, next(iter(calls), None))
+
+
+def _fastest(rows: Sequence[Row]) -> tuple[str | None, float | None]:
+    """The label and the seconds of the fastest; None where there are none."""
+    best = min(rows, key=lambda row: row.first.seconds, default=None)
+    return (best.label, best.first.seconds) if best else (None, None)
 
 
 def mean_ratio(ratios: Iterable[float | None]) -> float | None:
@@ -67,15 +73,16 @@ def mean_ratio(ratios: Iterable[float | None]) -> float | None:
 
 
 def summary_table(found: Sequence[Summary]) -> Table:
-    """Times in us, and how many times faster than MPI's own call ours are, case by case."""
-    table = table_with("collective", numbers=["size (B)", "native us", "best us", "native/best",
-                       "call us", "native/call", "best algorithm"])  # fmt: skip
+    """Times in us, and how many times faster than the other's call ours are, case by case."""
+    table = table_with("collective", numbers=["size (B)", "other us", "best us", "other/best",
+                       "call us", "other/call", "best algorithm", "other"])  # fmt: skip
     for each in found:
         ours = [us(each.best_seconds), times_faster(each.best_ratio),
                 us(each.call), times_faster(each.call_ratio)]  # fmt: skip
-        table.add_row(each.collective, str(each.size), us(each.native), *ours, each.best or "-")
+        table.add_row(each.collective, str(each.size), us(each.other_seconds), *ours,
+                      each.best or "-", each.other or "-")  # fmt: skip
     means = [mean_ratio(e.best_ratio for e in found), mean_ratio(e.call_ratio for e in found)]
-    shown = ["", times_faster(means[0]), "", times_faster(means[1]), ""]
+    shown = ["", times_faster(means[0]), "", times_faster(means[1]), "", ""]
     table.add_row("geom. mean", "", "", *shown)
     return table
 
@@ -98,7 +105,7 @@ def _forms(row: Row) -> list[tuple[str, Measurement]]:
 
 def average_busbw(rows: Iterable[Row]) -> float:
     """The mean bus bandwidth of all that is ours, in both forms."""
-    ours = (row for row in rows if row.name not in (NATIVE, *REFERENCES))
+    ours = (row for row in rows if row.name not in (*RIVALS, *REFERENCES))
     found = [m.busbw for row in ours for _, m in _forms(row)]
     return sum(found) / len(found) if found else 0.0
 

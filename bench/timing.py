@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
@@ -20,6 +21,8 @@ BLOCK_CALLS = 40  # calls that are timed together then
 FEWEST = 3  # samples that are taken however long they take
 
 Run = Callable[[], Any]
+Attempt = Callable[[Callable[[], Any]], Any]
+"""Calls a function and returns what that does, or None on all ranks if it fails on any."""
 
 
 class Effort(NamedTuple):
@@ -65,22 +68,55 @@ def sampled(
 ) -> list[Samples]:
     """What each of `runs` took, which all read `x`: the same on every rank.
 
-    `end`: waits until all calls of a sample are complete, those on a device too.
+    `end`: waits until all calls of a sample are complete, those on a device too.  See `raced`.
+    """
+    attempts = [called] * len(runs)
+    found = raced(runs, attempts, x, is_small=is_small, effort=effort, end=end)
+    return [each for each in found if each is not None]
+
+
+def called(function: Callable[[], Any]) -> Any:
+    """The attempt of what does not fail: a call."""
+    return function()
+
+
+def raced(
+    runs: Sequence[Run],
+    attempts: Sequence[Attempt],
+    x: Array | None,
+    *,
+    is_small: bool,
+    effort: Effort,
+    end: Callable[[], object],
+) -> list[Samples | None]:
+    """As `sampled`; each sample is taken in an attempt, and None of a contender that has failed.
 
     The contenders take turns, so that whatever else the machine does meets all of them, and in
     another order every time, because each finds the caches as the one before has left them.
     """
-    for _ in range(effort.warmup):
-        for run in runs:
-            _single(run, x, end)
     calls = effort.calls if is_small else effort.large_calls
-    taken: list[list[float]] = [[] for _ in runs]
-    turns, shuffle = list(range(len(runs))), Random(0).shuffle  # the same on every rank
+    taken: dict[int, list[float]] = {turn: [] for turn in range(len(runs))}
+    turns, shuffle = list(taken), Random(0).shuffle  # the same on every rank
+
+    def let_take(turn: int, calls: int) -> None:
+        if turn in taken:
+            took = attempts[turn](partial(_sample, runs[turn], x, calls, end))
+            if took is None:
+                del taken[turn]
+            else:
+                taken[turn].append(took)
+
+    for _ in range(effort.warmup):
+        for turn in turns:
+            let_take(turn, 1)
+    for samples in taken.values():
+        samples.clear()
     for _ in _rounds(effort):
         shuffle(turns)
         for turn in turns:
-            taken[turn].append(_sample(runs[turn], x, calls, end))
-    return _gathered(taken)
+            let_take(turn, calls)
+    found = dict(zip(taken, _gathered(list(taken.values())), strict=True))
+    return [found.get(turn) for turn in range(len(runs))]
 
 
 def _gathered(taken: Sequence[Sequence[float]]) -> list[Samples]:

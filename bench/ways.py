@@ -10,15 +10,21 @@ from mpi4py import MPI
 import collectives
 from bench.case import ASYNC, CHECKED, DROP_IN, DROP_IN_ASYNC, DROP_IN_PERSISTENT, Buffers
 from bench.oracle import Array
+from bench.timing import Attempt, called
 from collectives import Communicator
 
 
 class Contender(NamedTuple):
-    """One way to do a case.  `result`: where this rank finds its result, None if it gets none."""
+    """One way to do a case.
+
+    `result`: where this rank finds its result, None if it gets none.  `attempt`: how what may hang
+    or fail is run.
+    """
 
     run: Callable[[], Any]
     free: Callable[[], None]
     result: Array | None
+    attempt: Attempt = called
 
 
 def nothing() -> None:

@@ -94,6 +94,6 @@ def test_every_module_with_a_command_is_listed() -> None:
     }
     # Programs that a command starts, not a user.
     started = {"collectives.launch.bootstrap", "bench.starting", "bench.sweep", "bench.gpu",
-               "bench.device_table", "bench.mps", "bench.moe_ranks", "bench.torch.ranks",
+               "bench.device_mpi", "bench.mps", "bench.moe_ranks", "bench.torch.ranks",
                "bench.torch.start", "bench.torch.traffic_ranks"}  # fmt: skip
     assert with_main - started == {"collectives", *COMMANDS}

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.case import CALL, FRESH, NATIVE, NATIVE_FRESH, PLAN
-from bench.device_results import COPY, STAGED, THROUGH_HOST, cases_of, short, title
-from bench.device_results import is_result as is_device_table
+from bench.docs.devices import device_table, short
 from bench.docs.provenance import note
 from bench.docs.sections import table
 from bench.goals import PAIR
@@ -18,6 +17,7 @@ from bench.report import times_faster
 from bench.sizes import text
 
 Result = dict[str, Any]  # of one run of the speed command
+NOT_BESIDE = "Collectives beside other libraries were not measured in this run."
 
 
 def result(path: str) -> Result:
@@ -70,7 +70,9 @@ def gpu_section(path: str) -> str:
     """The tables of collectives and of training on a GPU from what `make gpu` wrote."""
     result = read_json(path)
     facts = result.pop("provenance", {})
-    measured = {name: found for name, found in result.items() if "summary" in found}
+    devices = {name: found for name, found in result.items() if name.startswith("devices ")}
+    measured = {name: found for name, found in result.items()
+                if "summary" in found and name not in devices}  # fmt: skip
     trained = {name: found for name, found in result.items() if "traffic" in found}
     if "gpu" not in facts or not measured:
         raise argparse.ArgumentTypeError(f"{path} was not written by make gpu with an MPI")
@@ -86,15 +88,8 @@ def gpu_section(path: str) -> str:
     where = f"CuPy {facts['cupy']}, one {facts['gpu']} for {first['ranks']} ranks"
     said = note(facts, [where, first["mpi"]])
     tables = table(["collective"], heads, rows), table(["training"], heads_trained, rows_trained)
-    on_devices = [device_table(found) for found in result.values() if is_device_table(found)]
-    return "\n\n".join([*on_devices, *tables, said])
-
-
-def device_table(found: dict[str, Any]) -> str:
-    """What a job measured of collectives on devices, under a line that says where."""
-    heads = [STAGED, "auto", "best of auto", THROUGH_HOST, COPY]
-    rows = [case.cells for case in cases_of(found)]
-    return f"{title(found)}:\n\n{table(['collective', 'size'], heads, rows)}"
+    beside = [*map(device_table, devices.values())] or [NOT_BESIDE]
+    return "\n\n".join([*beside, *tables, said])
 
 
 def by_collective(measured: Iterable[Result]) -> dict[str, list[Result]]:

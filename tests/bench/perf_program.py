@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from bench import perf, sweep, timing
+from bench import copy_rate, perf, sweep, timing
 from bench.__main__ import main
 from bench.case import JOINS, SPLITS
 from collectives import algorithms
@@ -76,6 +76,7 @@ if __name__ == "__main__":
     folder, manner = Path(sys.argv[1]), sys.argv[2]
     if manner == "device":
         perf.backend = lambda comm, device: {"cuda": BACKEND}[device]
+        copy_rate.NUM_BYTES = 1 << 16
         measured = set(algorithms.collectives()) - {"barrier"}
         # Calls on the fake GPU take milliseconds, and a sample of less than 64 KB is many calls.
         sizes = dict.fromkeys(measured, "64K") | {"all_reduce": "4K"}

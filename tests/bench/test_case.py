@@ -10,7 +10,7 @@ import pytest
 
 import collectives
 from bench import case as bench_case
-from bench.case import Case, in_place, num_wrong, out_of_place, prepare
+from bench.case import Case, Check, in_place, out_of_place
 from collectives.arrays.backends import HOST
 from tests.fake_device import BACKEND, FakeDeviceArray, on_host
 
@@ -32,12 +32,13 @@ def wrong_after(
         size, kind = comm.size, np.dtype(dtype)
         case = Case(collective, comm.rank, size, 60, kind, "sum", 1, backend, counts=counts)
         buffers = make(case)
-        prepare(case, buffers)
+        check = Check(case)
+        check.prepare(buffers)
         getattr(comm, collective)(buffers.x, out=buffers.y, **case.settings)
         if buffers.y is not None and spoil:
             assert type(buffers.y) is FakeDeviceArray or backend is HOST
             on_host(buffers.y)[:spoil] += 1
-        return num_wrong(case, buffers.y)
+        return check.num_wrong(buffers.y)
 
     return collectives.run(body, SIZE)
 
@@ -88,8 +89,9 @@ def test_an_all_to_all_of_uneven_blocks_has_no_place_for_both():
 def test_a_result_that_never_came_is_wrong():
     case = Case("all_reduce", 0, 2, 60, np.dtype("int8"))
     buffers = out_of_place(case)
-    prepare(case, buffers)
-    assert num_wrong(case, buffers.y) == 60
+    check = Check(case)
+    check.prepare(buffers)
+    assert check.num_wrong(buffers.y) == 60
 
 
 def test_two_byte_floats():

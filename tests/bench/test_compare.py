@@ -18,6 +18,7 @@ FORM = {
     "busbw": 1.0,
     "portbw": None,
     "wrong": 0,
+    "of_copy": None,
     "noise": 0.03,
 }
 SIZES = 8, 64

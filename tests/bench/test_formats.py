@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bench.case import Case
-from bench.formats import FORMATS, HEADER, fitted
+from bench.formats import FORMATS, fitted, header
 from bench.report import FORMS, Row, measurement
 from bench.samples import Quartiles, Samples
 
@@ -46,7 +46,7 @@ def test_a_line_has_the_columns_of_nccl_tests():
 
 def test_heads_stand_above_their_columns():
     (line,) = FORMATS["nccl"].lines([row("all_reduce")])
-    names, units = HEADER.splitlines()[1:]
+    names, units = header(is_host=True).splitlines()[1:]
     for head, value in [("size", "1000000"), ("redop", "sum"), ("#wrong", "0"), ("portbw", "1.00")]:
         assert line[: names.index(head) + len(head)].endswith(f" {value}")
     times, more = ["time", "algbw", "busbw", "#wrong"], ["+-", "portbw"]

@@ -207,7 +207,7 @@ REFUSED = {
     "overlap --json missing/all.json": "missing/all.json cannot be written",
     "tune --output .": ". cannot be written",
     "all_reduce -d >f4 --native": "MPI has no numbers of another byte order (>f4)",
-    "all_reduce --device cuda --native": "call gets no arrays of a GPU",
+    "all_reduce --sizes 8 64K -e 1M": "--sizes says which; leave out -b, -e, -i and -f",
     "broadcast -r 5": "root must be a rank from 0 to 1, got 5",
     "check -b 64 -e 8": "the least size, 64, is greater than the greatest, 8",
     "check -d bool": "op 'sum' is not defined for dtype bool",
