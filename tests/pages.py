@@ -47,6 +47,7 @@ REASONS = {
     "sources": "needs the tests of mpi4py, which are in its sources only",
     "ranks": "needs several ranks: run where a page names it under the launcher",
     "hours": "takes many minutes or hours: run by hand",
+    "gpu": "needs a GPU",
 }
 NOT_RUN = {
     "make demo": "itself",
@@ -74,6 +75,8 @@ NOT_RUN = {
     "python -m tests.chaos --faults 1000 --seed 1": "hours",
     "python -m bench fit": "ranks",
     "python -m bench tune": "ranks",
+    "NCCL_MULTI_RANK_GPU_ENABLE=1 python -m bench all_reduce -g 2 --device cuda --algorithm all"
+    " --call --native": "gpu",
     "python -m tests.chaos --faults 1000 --python .venv-openmpi/bin/python"
     " --python .venv-mpich/bin/python": "hours",
     "python -m bench speed": "hours",
