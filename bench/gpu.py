@@ -43,8 +43,8 @@ PATIENCE = 45  # seconds for a step to end what it has started, when its time is
 SIZES = "-b 1K -e 16M -f 128 -w 1 -n 3 --seconds 0.1 --algorithm all --call"
 DEVICES = (
     "--device cuda --native --call --collectives all_reduce reduce_scatter all_gather all_to_all "
-    "broadcast --sizes 1K 128K 1M 16M 64M -w 1 -n 5 --seconds 0.05 --algorithm one_shot,two_shot,"
-    "ring,direct,recursive_halving,bruck,linear,pairwise,binomial,scatter_all_gather"
+    "broadcast --sizes 1K 128K 1M 16M 64M -T 60 -w 1 -n 5 --seconds 0.05 --algorithm one_shot,"
+    "two_shot,ring,direct,recursive_halving,bruck,linear,pairwise,binomial,scatter_all_gather"
 )
 NCCL_SHARES = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # so that several ranks may use one GPU
 TESTS = "tests "  # how their names begin

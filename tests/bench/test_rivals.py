@@ -16,7 +16,8 @@ from bench import own_job, plot
 from bench.__main__ import main
 from bench.case import NATIVE, NCCL, RIVALS, THROUGH_HOST, Case
 from bench.copy_rate import least_copied
-from bench.docs.devices import device_table
+from bench.docs import measured
+from bench.docs.provenance import provenance
 from bench.jobs import environment
 from bench.names import UNTRIED, WORKS
 from bench.nccl import SWITCH, usable
@@ -30,6 +31,7 @@ FAULTS = (
     "right", "old", "wrong", "hanging", "failing on one", "not connecting",
     "connecting without one",
 )  # fmt: skip
+SUMMARY = {"collective": "scan", "size": 8, "best": "ring", "best_seconds": 1e-6, "call": 2e-6}
 LATE = "it was not done after 2 s"
 Found = dict[str, Any]
 
@@ -140,13 +142,23 @@ def test_a_table_has_the_best_of_ours_beside_the_others(folder: Path) -> None:
         for name, found in times.items()
     ]
     facts = {"ranks": 2, "devices": 1, "mps": True, "links": "no driver", "copy_rate": 1.5e12}
-    lines = device_table(facts | {"rows": rows, "left_out": {NATIVE: "why"}}).splitlines()
+    steps = {
+        "provenance": provenance(["bench"]) | {"gpu": "GPU", "cupy": "14.0"},
+        "devices 2": facts | {"rows": rows, "left_out": {NATIVE: "why"}, "summary": []},
+        "collectives": {"summary": [SUMMARY], "ranks": 2, "mpi": "MPI 5"},
+    }
+    path = folder / "gpu.json"
+    path.write_text(json.dumps(steps))
+    lines = measured.gpu_section(str(path)).splitlines()
     assert lines[0] == (
         "2 ranks on one device, with MPS; staged all the same: no driver;"
         " a copy on it moves 1500 GB/s:"
     )
     assert lines[4] == "| scan | 1 KiB | 3.0 (linear) | 5.0 | 4.0 | - | - | 2.0 | 50.0% |"
-    assert lines[-1] == "native was left out: why."
+    assert lines[6] == "native was left out: why." and "| scan | 1.0 (ring) | 2.0 |" in lines
+    del steps["devices 2"]
+    path.write_text(json.dumps(steps))
+    assert measured.gpu_section(str(path)).startswith(f"{measured.NOT_BESIDE}\n\n| collective |")
 
 
 @pytest.mark.parametrize(
