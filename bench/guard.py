@@ -78,10 +78,12 @@ class Guard:
     def leave_out(self, why: str) -> None:
         """Leave it out if some rank has a reason.  All ranks call this."""
         reasons = self._world.allgather(why)
+        if len(set(reasons)) == 1:
+            self.why = why
+            return
         # A rank that fails may be the reason why others are not done in time.
-        said = sorted(filter(None, reasons), key=late().__eq__)
-        is_common = len(set(reasons)) == 1
-        self.why = why if is_common else f"rank {reasons.index(said[0])}: {said[0]}"
+        said = next((each for each in reasons if each not in ("", late())), late())
+        self.why = f"rank {reasons.index(said)}: {said}"
 
     def free(self) -> None:
         """Free what the ranks agree by."""

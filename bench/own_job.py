@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from bench import sizes
 from bench.jobs import environment
 from bench.mps import last_line
-from bench.names import WORKS
+from bench.names import UNTRIED, WORKS
 from collectives.export import unwritable
 from collectives.launch import TIMED_OUT, launch
 from collectives.launch.bootstrap import RANK_VARIABLES
@@ -23,6 +23,7 @@ TRIAL_SECONDS = 60.0  # after which the job that tries MPI on arrays of a GPU is
 def run(words: Sequence[str], options: argparse.Namespace) -> int:
     """Run `python -m bench` on the ranks that -g names; the exit status.
 
+    Another job first tries whether MPI works on arrays of a GPU, where that is to be measured.
     2 if this process is itself a rank of a job, if there is no MPI, or if a look at the options
     shows, before any rank is started, that nothing can be measured.
     """
@@ -37,7 +38,7 @@ def run(words: Sequence[str], options: argparse.Namespace) -> int:
     if options.json is not None and (reason := unwritable(options.json)):
         return _refused(reason)
     try:
-        if getattr(options, "native", False) and options.device == "cuda":
+        if wants_trial(options):
             command.append(f"--device-mpi={tried(size, command)}")
         command += ["--live"] * sys.stdout.isatty()
         done = launch(size, ["-m", "bench", *command], timeout=SECONDS, env=environment())
@@ -46,8 +47,14 @@ def run(words: Sequence[str], options: argparse.Namespace) -> int:
     return done.returncode
 
 
+def wants_trial(options: argparse.Namespace) -> bool:
+    """Whether MPI is to be measured on arrays of a GPU, and the user does not say if it works."""
+    is_wanted = getattr(options, "native", False) and options.device == "cuda"
+    return is_wanted and options.device_mpi == UNTRIED
+
+
 def tried(size: int, command: Sequence[str]) -> str:
-    """The word that MPI works on arrays of a GPU, or why not: a job tries all cases."""
+    """The word that MPI works on arrays of a GPU, or why not: a job tries that."""
     program = ["-m", "bench.device_mpi", *command]
     done = launch(size, program, timeout=TRIAL_SECONDS, env=environment(), capture=True)
     if done.returncode == 0:

@@ -1,4 +1,4 @@
-"""The microbenchmark: contenders of a collective at each size, beside MPI's own call.
+"""The microbenchmark: contenders of a collective at each size, beside other libraries.
 
 The time of a rank is the median of its samples, and by default that of the slowest rank is
 reported.  Below 64 KiB a sample is a block of many calls.  From 64 KiB on a sample is one call,

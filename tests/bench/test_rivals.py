@@ -225,5 +225,6 @@ def test_mpi_is_tried_on_devices_in_a_job_of_its_own(
     trial, measuring = started
     assert trial == ["-m", "bench.device_mpi", *words]
     assert measuring[: len(words) + 3] == ["-m", "bench", *words, f"--device-mpi={word}"]
-    started.clear()
-    assert main([*words[:3], "-g", "2"]) == 0 and len(started) == 1, "nothing is to be tried"
+    for others in (words[:3], [*words, "--device-mpi", "works"]):
+        started.clear()
+        assert main([*others, "-g", "2"]) == 0 and len(started) == 1, "nothing is to be tried"
