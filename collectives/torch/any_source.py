@@ -12,9 +12,10 @@ from torch.distributed import DistBackendError, Work
 import collectives
 from collectives.arrays import jit
 from collectives.engines import deadline_in, poll_until
-from collectives.torch.tensors import Tensor, check_filled, filled
+from collectives.torch.devices import memory_of
+from collectives.torch.tensors import Tensor, check_filled
 from collectives.torch.versions import untraced
-from collectives.torch.work import NO_LIMIT, fail, seconds, unwrapped
+from collectives.torch.work import NO_LIMIT, InProgress, fail, seconds, unwrapped
 
 _received = threading.local()
 
@@ -37,7 +38,9 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
         super().__init__()
         check_filled(tensors)
         self._communicator, self._tensors, self._tag = communicator, tensors, tag
+        self.memory = memory_of(tensors[0])
         self._source: int | None = None
+        self._received: InProgress | None = None
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
@@ -48,25 +51,32 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
                 f"{self._tag} from any rank"
             )
         _received.source = self._source
-        return True
+        assert self._received is not None, "it has come"
+        return self._received.wait()
 
     def _try(self) -> bool:
         """Receive the message if it has arrived; return whether it is here."""
         with self._lock:
             if self._source is None and (found := self._communicator.probe(self._tag)) is not None:
-                target = filled(self._tensors)
-                try:
-                    # Asynchronous, because it may be a message of the rank to itself.
-                    self._communicator.recv(target.array, found, self._tag, async_op=True).wait()
-                except collectives.CollectiveError as error:
-                    fail(error)
-                if target.finish is not None:
-                    target.finish()
+                self._received = self._receive(found)
                 self._source = found
             return self._source is not None
 
+    def _receive(self, source: int) -> InProgress:
+        """Receive the message of a rank, on a device in the order of streams."""
+        with self.memory.in_order():
+            target = self.memory.filled(self._tensors)
+            try:
+                # Asynchronous, because it may be a message of the rank to itself.
+                call = self._communicator.recv(target.array, source, self._tag, async_op=True)
+            except collectives.CollectiveError as error:
+                fail(error)
+        received = InProgress(self.memory, call, self._tensors, target.finish)
+        received.wait()
+        return received
+
     def is_completed(self) -> bool:
-        return self._try()
+        return self._try() and self._received is not None and self._received.is_completed()
 
     def result(self) -> list[Tensor]:
         self.wait()
@@ -79,15 +89,16 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         """A future, for which a thread of its own looks for the message until the time limit."""
-        outcome: Any = torch.futures.Future()
+        outcome: Any = self.memory.new_future()
 
         def complete() -> None:
-            try:
-                self.wait()
-            except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
-                outcome.set_result(error)
-            else:
-                outcome.set_result(self._tensors)
+            with self.memory.beside():
+                try:
+                    self.wait()
+                except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
+                    outcome.set_result(error)
+                else:
+                    outcome.set_result(self._tensors)
 
         if jit.is_at_exit():
             complete()

@@ -13,10 +13,11 @@ from collectives.arrays import validation
 from collectives.engines import deadline_in, poll_until
 from collectives.torch import registry, versions
 from collectives.torch.any_source import ReceiveFromAny
+from collectives.torch.devices import memory_of, wait_for_streams
 from collectives.torch.monitored import monitored_barrier
 from collectives.torch.operators import Operation, operation
 from collectives.torch.options import Options
-from collectives.torch.tensors import Array, Filled, Tensor, filled, in_place, sent
+from collectives.torch.tensors import HOST_MEMORY, Array, Filled, Memory, Tensor
 from collectives.torch.work import Batch, InProgress, Joined, Postponed, fail, seconds
 
 _NOTHING = Filled(None)
@@ -28,8 +29,8 @@ _METHODS = {name: name for name in collectives.algorithms.collectives()} | {"bar
 class RingBackend(versions.Base):  # type: ignore[misc]
     """One rank's end of a process group.  Its methods have PyTorch's names and arguments.
 
-    Tensors that are contiguous in host memory are sent and filled as they are; others, also those
-    on a device, are copied to host memory and back.
+    Contiguous tensors are sent and filled as they are, in host memory and on a device; others are
+    copied there and back.
     """
 
     # PyTorch 2.14 recurses without end if a class does not define these.
@@ -52,19 +53,19 @@ class RingBackend(versions.Base):  # type: ignore[misc]
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         (tensor,) = tensors
-        op, target = self._operation(opts, tensor), in_place(tensor)
+        op, memory = self._operation(opts, tensor), memory_of(tensor)
+        target = memory.in_place(tensor)
         source = target.array
         if op.factor is not None:
-            source = sent([op.contribution(tensor)]).reshape(source.shape)
-        return self._call("all_reduce", opts, tensors, target, source, op.name)
+            source = memory.sent([op.contribution(tensor)]).reshape(source.shape)
+        return self._call("all_reduce", opts, memory, tensors, target, source, op.name)
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> Any:
         (tensor,) = tensors
-        op, root = self._operation(opts, tensor), opts.rootRank
-        target = filled(tensors) if self.communicator.rank == root else _NOTHING
-        return self._call(
-            "reduce", opts, tensors, target, sent([op.contribution(tensor)]), op.name, root
-        )
+        op, root, memory = self._operation(opts, tensor), opts.rootRank, memory_of(tensor)
+        target = memory.filled(tensors) if self.communicator.rank == root else _NOTHING
+        source = memory.sent([op.contribution(tensor)])
+        return self._call("reduce", opts, memory, tensors, target, source, op.name, root)
 
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         (output,), (parts,) = outputs, inputs
@@ -77,9 +78,11 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def _reduce_scatter(
         self, output: Tensor, parts: list[Tensor], opts: Any, counts: Sequence[int] | None
     ) -> Any:
-        op, target = self._operation(opts, output), filled([output])
-        source = sent([op.contribution(part) for part in parts])
-        return self._call("reduce_scatter", opts, [output], target, source, op.name, counts=counts)
+        op, memory = self._operation(opts, output), memory_of(output)
+        target, source = memory.filled([output]), memory.sent([*map(op.contribution, parts)])
+        return self._call(
+            "reduce_scatter", opts, memory, [output], target, source, op.name, counts=counts
+        )
 
     def _operation(self, opts: Any, tensor: Tensor) -> Operation:
         return operation(opts.reduceOp, tensor.dtype, self.communicator.size)
@@ -88,26 +91,28 @@ class RingBackend(versions.Base):  # type: ignore[misc]
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         (tensor,) = tensors
-        target, root = in_place(tensor), opts.rootRank
+        memory, root = memory_of(tensor), opts.rootRank
+        target = memory.in_place(tensor)
         source = target.array if self.communicator.rank == root else None
-        return self._call("broadcast", opts, tensors, target, source, root)
+        return self._call("broadcast", opts, memory, tensors, target, source, root)
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> Any:
         (output,), root, source = outputs, opts.rootRank, None
+        memory = memory_of(output)
         if self.communicator.rank == root:
             (parts,) = inputs
             self._check_equal(parts, output)
-            source = sent(parts)
-        return self._call("scatter", opts, outputs, filled(outputs), source, root)
+            source = memory.sent(parts)
+        return self._call("scatter", opts, memory, outputs, memory.filled(outputs), source, root)
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         (tensor,), root = inputs, opts.rootRank
-        parts, target = list[Tensor](), _NOTHING
+        memory, parts, target = memory_of(tensor), list[Tensor](), _NOTHING
         if self.communicator.rank == root:
             (parts,) = outputs
             self._check_equal(parts, tensor)
-            target = filled(parts)
-        return self._call("gather", opts, parts, target, sent(inputs), root)
+            target = memory.filled(parts)
+        return self._call("gather", opts, memory, parts, target, memory.sent(inputs), root)
 
     # Among all ranks
 
@@ -122,8 +127,9 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def _all_gather(
         self, parts: list[Tensor], tensor: Tensor, opts: Any, counts: Sequence[int] | None
     ) -> Any:
-        target = filled(parts)
-        return self._call("all_gather", opts, parts, target, sent([tensor]), counts=counts)
+        memory = memory_of(tensor)
+        target, source = memory.filled(parts), memory.sent([tensor])
+        return self._call("all_gather", opts, memory, parts, target, source, counts=counts)
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> Any:
         self._check_length(inputs)
@@ -152,11 +158,18 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         num_received: list[int],
     ) -> Any:
         """An all-to-all with the elements to each rank and from each rank, which none exchanges."""
-        counts, target = collectives.SentReceived(num_sent, num_received), filled(outputs)
-        return self._call("all_to_all", opts, outputs, target, sent(inputs), counts=counts)
+        counts, memory = collectives.SentReceived(num_sent, num_received), memory_of(outputs[0])
+        target, source = memory.filled(outputs), memory.sent(inputs)
+        return self._call("all_to_all", opts, memory, outputs, target, source, counts=counts)
 
     def barrier(self, opts: Any) -> Any:
-        return self._call("barrier", opts, [], _NOTHING, None)
+        """A barrier of the hosts, each of which first waits for what its device has to do."""
+        try:
+            self.communicator._session.devices.synchronize(seconds(opts.timeout))
+        except collectives.CollectiveError as error:
+            fail(error)
+        wait_for_streams()
+        return self._call("barrier", opts, HOST_MEMORY, [], _NOTHING, None)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
         """A barrier whose error on rank 0 always names all ranks that have not come in time."""
@@ -208,13 +221,15 @@ class RingBackend(versions.Base):  # type: ignore[misc]
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         self._check_ends(peer, tag)
-        array = sent(tensors)
-        return self._message(self.communicator.send, array, peer, tag, tensors, _NOTHING)
+        memory = memory_of(tensors[0])
+        array, send = memory.sent(tensors), self.communicator.send
+        return self._message(send, memory, array, peer, tag, tensors, _NOTHING)
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         self._check_ends(peer, tag)
-        target = filled(tensors)
-        return self._message(self.communicator.recv, target.array, peer, tag, tensors, target)
+        memory = memory_of(tensors[0])
+        target, receive = memory.filled(tensors), self.communicator.recv
+        return self._message(receive, memory, target.array, peer, tag, tensors, target)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> Any:
         return self._collected(ReceiveFromAny(self.communicator, tensors, tag))
@@ -222,6 +237,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def _message(
         self,
         call: Any,
+        memory: Memory,
         array: Array,
         peer: int,
         tag: int,
@@ -232,28 +248,38 @@ class RingBackend(versions.Base):  # type: ignore[misc]
 
         def start() -> InProgress:
             try:
-                work = call(array, peer, tag, async_op=True)
+                with memory.in_order():
+                    work = call(array, peer, tag, async_op=True)
             except collectives.CollectiveError as error:
                 fail(error)
-            return InProgress(work, tensors, target.finish, self.communicator.timeout)
+            return InProgress(memory, work, tensors, target.finish, self.communicator.timeout)
 
-        return start() if self._batch is None else self._collected(Postponed(start, self._batch))
+        if self._batch is None:
+            return start()
+        return self._collected(Postponed(memory, start, self._batch))
 
     # Making a call
 
     def _call(
-        self, name: str, opts: Any, result: list[Tensor], target: Filled, *args: Any, **named: Any
+        self,
+        name: str,
+        opts: Any,
+        memory: Memory,
+        result: list[Tensor],
+        target: Filled,
+        *args: Any,
+        **named: Any,
     ) -> Any:
         """Make a call of the communicator: wait for it, or return its work if it is asynchronous.
 
-        `result`: the tensors that it fills, by way of `target`.
+        `memory`: of its arrays.  `result`: the tensors that it fills, by way of `target`.
         """
         is_async, timeout = opts.asyncOp, seconds(opts.timeout)
         call, algorithm = self._calls[name]
         if self._batch is not None:
             self._batch.start()  # other ranks may wait for its messages before they make this call
         try:
-            with self._lock:
+            with self._lock, memory.in_order():
                 work = call(
                     *args,
                     out=target.array,
@@ -266,7 +292,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
             fail(error)
         if is_async:
             limit = self.communicator.timeout if timeout is None else timeout
-            return self._collected(InProgress(work, result, target.finish, limit))
+            return self._collected(InProgress(memory, work, result, target.finish, limit))
         if target.finish is not None:
             target.finish()
         return None

@@ -1,14 +1,16 @@
-"""Tensors as contiguous arrays in host memory, which the library sends and fills."""
+"""Tensors as contiguous arrays, which the library sends and fills, in the memory where they are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from ml_dtypes import bfloat16
+
+from collectives.arrays import HOST, Backend
 
 Tensor: TypeAlias = torch.Tensor
 Array: TypeAlias = Any
@@ -31,23 +33,6 @@ def can_be_combined(dtype: torch.dtype) -> bool:
     return dtype in _SHARED or dtype is torch.bfloat16
 
 
-def array_of(tensor: Tensor) -> Array:
-    """The array that shares the memory of a plain tensor."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    if tensor.dtype in _SHARED:
-        return tensor.numpy()
-    bits = tensor.view(_BITS[tensor.element_size()]).numpy()
-    return bits.view(bfloat16) if tensor.dtype is torch.bfloat16 else bits
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor can be sent and filled as it is."""
-    if tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
-        return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
-    return False
-
-
 class Filled(NamedTuple):
     """An array for a result.  `finish`: copies it to the tensors, unless it shares their memory."""
 
@@ -55,54 +40,125 @@ class Filled(NamedTuple):
     finish: Finish | None = None
 
 
-def in_place(tensor: Tensor) -> Filled:
-    """An array with the values of a tensor, which the result replaces."""
-    if is_plain(tensor):
-        return Filled(array_of(tensor))
-    check_filled([tensor])
-    copy = _copied(tensor)
-    return Filled(array_of(copy), partial(_write_back, copy, tensor))
+class Memory:
+    """Host memory, and the tensors in it.  Tensors elsewhere are copied to it and back.
+
+    A class made from this one is the memory of a device.  `backend`: of its arrays.
+    """
+
+    device = torch.device("cpu")
+    backend: Backend = HOST
+
+    # What is different on a device
+
+    def share(self, bits: Tensor) -> Array:
+        """The array that shares the memory of a tensor of a dtype that NumPy has."""
+        return bits.numpy()
+
+    def has(self, tensor: Tensor) -> bool:
+        """Whether a tensor is here."""
+        return tensor.device == self.device
+
+    def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A new vector."""
+        return torch.empty(num_elements, dtype=dtype, device=self.device)
+
+    def in_order(self) -> AbstractContextManager[object]:
+        """A context in which calls of the library are in the order of PyTorch's current stream."""
+        return nullcontext()
+
+    def beside(self) -> AbstractContextManager[object]:
+        """The same with a stream, as PyTorch's current one, on which nothing else waits."""
+        return nullcontext()
+
+    def new_future(self) -> Any:
+        """A future of tensors that are here."""
+        return torch.futures.Future()
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Copy one tensor to another, of which one is here, on the current stream."""
+        target.copy_(source)
+
+    def keep(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor until the current stream has done what is on it now."""
+
+    # Tensors as arrays
+
+    def array_of(self, tensor: Tensor) -> Array:
+        """The array that shares the memory of a plain tensor."""
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.dtype in _SHARED:
+            return self.share(tensor)
+        bits = self.share(tensor.view(_BITS[tensor.element_size()]))
+        return bits.view(bfloat16) if tensor.dtype is torch.bfloat16 else bits
+
+    def is_plain(self, tensor: Tensor) -> bool:
+        """Whether the memory of a tensor can be sent and filled as it is."""
+        if self.has(tensor) and tensor.layout is torch.strided and tensor.is_contiguous():
+            return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+        return False
+
+    def in_place(self, tensor: Tensor) -> Filled:
+        """An array with the values of a tensor, which the result replaces."""
+        if self.is_plain(tensor):
+            return Filled(self.array_of(tensor))
+        check_filled([tensor])
+        copy = self._copied([tensor])
+        array = self.array_of(copy).reshape(tuple(tensor.shape))
+        return Filled(array, partial(self._divide, copy, [tensor]))
+
+    def sent(self, tensors: Sequence[Tensor]) -> Array:
+        """The elements of the tensors, one tensor after the other, as a vector to be read."""
+        first = tensors[0]
+        if len(tensors) > 1 or not self.is_plain(first):
+            first = self._copied(tensors)
+        return self.array_of(first).reshape(-1)
+
+    def filled(self, tensors: Sequence[Tensor]) -> Filled:
+        """A vector for the elements of the tensors, one tensor after the other."""
+        first = tensors[0]
+        if len(tensors) == 1 and self.is_plain(first):
+            return Filled(self.array_of(first).reshape(-1))
+        check_filled(tensors)
+        for tensor in tensors:
+            self._wait_for_other(tensor)
+        vector = self._vector(tensors)
+        return Filled(self.array_of(vector), partial(self._divide, vector, tensors))
+
+    def _vector(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A new vector for the elements of the tensors."""
+        return self.empty(sum(tensor.numel() for tensor in tensors), tensors[0].dtype)
+
+    def _copied(self, tensors: Sequence[Tensor]) -> Tensor:
+        """A vector with the elements of the tensors, copied on the current stream."""
+        for tensor in tensors:
+            _check(tensor)
+        vector = self._vector(tensors)
+        for part, tensor in _parts(vector, tensors):
+            self.copy(tensor.detach(), part)
+        return vector
+
+    def _divide(self, vector: Tensor, tensors: Sequence[Tensor]) -> None:
+        """Copy the parts of a vector to the tensors, on the current stream."""
+        for part, tensor in _parts(vector, tensors):
+            self.copy(part, tensor.detach())
+            self.keep(tensor)
+        self.keep(vector)
+
+    def _wait_for_other(self, tensor: Tensor) -> None:
+        """Wait for the device of a tensor that is not here, which may still use the tensor."""
+        if not self.has(tensor) and not tensor.is_cpu:
+            torch.accelerator.current_stream(tensor.device).synchronize()
 
 
-def sent(tensors: Sequence[Tensor]) -> Array:
-    """The elements of the tensors, one tensor after the other, as a vector to be read."""
-    arrays = [array_of(t if is_plain(t) else _copied(t)).reshape(-1) for t in tensors]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+HOST_MEMORY = Memory()
 
 
-def filled(tensors: Sequence[Tensor]) -> Filled:
-    """A vector for the elements of the tensors, one tensor after the other."""
-    first = tensors[0]
-    if len(tensors) == 1 and is_plain(first):
-        return Filled(array_of(first).reshape(-1))
-    check_filled(tensors)
-    for tensor in tensors:
-        _wait_for_device(tensor)
-    vector = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=first.dtype)
-    return Filled(array_of(vector), partial(_divide, vector, tensors))
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    """A plain copy in host memory, for which the device's current stream is waited for."""
-    _check(tensor)
-    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-
-
-def _write_back(copy: Tensor, tensor: Tensor) -> None:
-    tensor.detach().copy_(copy)
-
-
-def _divide(vector: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the parts of a vector to the tensors."""
+def _parts(vector: Tensor, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The parts of a vector, in the shapes of the tensors, and the tensors."""
     parts = vector.split([tensor.numel() for tensor in tensors])
-    for tensor, part in zip(tensors, parts, strict=True):
-        _write_back(part.view(tensor.shape), tensor)
-
-
-def _wait_for_device(tensor: Tensor) -> None:
-    """Wait for what was queued on the tensor's device, which may still use the tensor."""
-    if not tensor.is_cpu:
-        torch.accelerator.current_stream(tensor.device).synchronize()
+    return [(part.view(x.shape), x) for part, x in zip(parts, tensors, strict=True)]
 
 
 def check_filled(tensors: Sequence[Tensor]) -> None:

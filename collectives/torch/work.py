@@ -13,9 +13,9 @@ import torch
 from torch.distributed import DistBackendError, Work
 
 import collectives
-from collectives.arrays import jit
+from collectives.arrays import Event, jit
 from collectives.torch.deadlines import Limit, watch
-from collectives.torch.tensors import Finish, Tensor
+from collectives.torch.tensors import HOST_MEMORY, Finish, Memory, Tensor
 from collectives.torch.versions import untraced
 
 NO_LIMIT = timedelta(0)  # PyTorch's way to say so in `wait`
@@ -44,46 +44,58 @@ _completing = _Completing()
 class InProgress(Work):  # type: ignore[misc]
     """A call in progress.
 
-    `call`: the call of the library.  `tensors`: its result.  `finish`: what is done once when it is
-    complete, before anyone learns of that.  `limit`: the seconds after which its future fails.
+    `memory`: of its arrays.  On a device it is complete, for those who wait for it, when it is
+    enqueued; then their streams wait for it.  `call`: the call of the library.  `tensors`: its
+    result.  `finish`: what is done once when it is complete, before anyone learns of that.
+    `limit`: the seconds after which its future fails.
     """
 
     def __init__(
         self,
+        memory: Memory,
         call: collectives.Work[Any],
         tensors: list[Tensor],
         finish: Finish | None = None,
         limit: float | None = None,
     ) -> None:
         super().__init__()
-        self._call, self._tensors, self._to_finish = call, tensors, finish
+        self.memory, self._call, self._tensors, self._to_finish = memory, call, tensors, finish
+        self._is_direct = finish is None
+        self._end: Event | None = None  # of what was done to finish
         self._limit, self._began = limit, time.monotonic()
         self._lock = threading.Lock()
         self._outcome: Any = None
         self._future: torch.futures.Future[list[Tensor]] | None = None
 
     def wait(self, timeout: timedelta = NO_LIMIT) -> bool:
-        try:
-            self._call.wait(seconds(timeout))
-        except collectives.CollectiveError as error:
-            fail(error)
-        self._finish()
+        limit = seconds(timeout)
+        with self.memory.in_order():
+            try:
+                self._call.wait(limit, host=limit is not None)  # as with NCCL
+            except collectives.CollectiveError as error:
+                fail(error)
+            self._finish()
         return True
 
     def _finish(self) -> None:
-        """Do once what is left to do; other threads wait until it is done."""
-        if self._to_finish is not None:
-            with self._lock:
-                finish, self._to_finish = self._to_finish, None
-                if finish is not None:
-                    finish()
+        """Do once what is left to do; other threads, and their streams, wait until it is done."""
+        if self._is_direct:
+            return
+        with self._lock:
+            finish, self._to_finish = self._to_finish, None
+            if finish is not None:
+                finish()
+                self._end = self.memory.backend.record()
+        if self._end is not None:
+            self._end.join()
 
     def is_completed(self) -> bool:
         with suppress(collectives.CollectiveError):  # a call that has failed is complete
             if not self._call.test():
                 return False
-            self._finish()
-        return True
+            with self.memory.in_order():
+                self._finish()
+        return self._end is None or self._end.is_complete
 
     def exception(self) -> BaseException | None:
         try:
@@ -104,7 +116,7 @@ class InProgress(Work):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         if self._future is None:
-            self._outcome = torch.futures.Future()
+            self._outcome = self.memory.new_future()
             self._future = unwrapped(self._outcome)
             if jit.is_at_exit():  # no thread advances the call while the future is waited for
                 self._complete_future()
@@ -119,18 +131,23 @@ class InProgress(Work):  # type: ignore[misc]
         return self._future
 
     def _complete_future(self) -> None:
-        """Complete the future, and run what was added by `then`, on this thread."""
+        """Complete the future, and run what was added by `then`, on this thread.
+
+        On a device the future notes the end of the current stream, for which those who wait for it
+        let theirs wait.
+        """
         outcome: Any = self._tensors
-        try:
-            self._call.wait()
-            self._finish()
-        except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
-            outcome = DistBackendError(str(error))
-        was_completing, _completing.is_true = _completing.is_true, True
-        try:
-            self._outcome.set_result(outcome)
-        finally:
-            _completing.is_true = was_completing
+        with self.memory.beside():
+            try:
+                self._call.wait()
+                self._finish()
+            except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
+                outcome = DistBackendError(str(error))
+            was_completing, _completing.is_true = _completing.is_true, True
+            try:
+                self._outcome.set_result(outcome)
+            finally:
+                _completing.is_true = was_completing
 
 
 def unwrapped(outcome: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
@@ -165,12 +182,13 @@ class Batch:
 class Postponed(Work):  # type: ignore[misc]
     """A message of a batch, which starts when the block ends, or when it is asked for.
 
-    `begin`: starts it.
+    `begin`: starts it.  `memory`: of its array.
     """
 
-    def __init__(self, begin: Callable[[], InProgress], batch: Batch) -> None:
+    def __init__(self, memory: Memory, begin: Callable[[], InProgress], batch: Batch) -> None:
         super().__init__()
         self._begin, self._batch, self._lock = begin, batch, threading.Lock()
+        self.memory = memory
         self._work: InProgress | None = None
 
     def start(self) -> None:
@@ -237,8 +255,20 @@ class Joined(Work):  # type: ignore[misc]
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         futures = [work.get_future() for work in self._works]
-        return torch.futures.collect_all(futures).then(_values)
+        memory = self._works[0].memory if self._works else HOST_MEMORY
+        outcome = memory.new_future()
+
+        def complete(_: object) -> None:
+            with memory.beside():
+                outcome.set_result(_values(futures))
+
+        torch.futures.collect_all(futures).then(complete)
+        return unwrapped(outcome)
 
 
-def _values(done: torch.futures.Future[list[torch.futures.Future[Any]]]) -> list[Tensor]:
-    return [tensor for future in done.value() for tensor in future.value()]
+def _values(futures: list[torch.futures.Future[list[Tensor]]]) -> list[Tensor] | Exception:
+    """The values of futures that are done, for which the current stream waits; or an error."""
+    try:
+        return [tensor for future in futures for tensor in future.wait()]
+    except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
+        return error

@@ -1,0 +1,92 @@
+"""The memory of GPUs: tensors there are CuPy arrays, and calls on them in the order of streams."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from collectives.arrays import backend_of_kind
+from collectives.torch.tensors import HOST_MEMORY, Array, Memory, Tensor
+
+NO_CUPY = (
+    "without CuPy, CUDA tensors are copied to host memory and back; pip install cupy-cuda12x or "
+    "cupy-cuda13x lets them stay on the GPU"
+)
+
+
+def memory_of(tensor: Tensor) -> Memory:
+    """The memory in which a call on a tensor is made: its own, or that of the host."""
+    find = KINDS.get(tensor.device.type)
+    return HOST_MEMORY if find is None else find(tensor)
+
+
+def wait_for_streams() -> None:
+    """Wait on the host for PyTorch's current stream, if this process uses a GPU."""
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()
+
+
+class CudaMemory(Memory):
+    """The memory of one GPU.
+
+    Its tensors are handed over by DLPack, without a copy and without a word on streams: calls are
+    made on PyTorch's own stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        import cupy  # noqa: PLC0415 - only when a tensor on a GPU is sent
+
+        self.device, self._cupy = device, cupy
+        with cupy.cuda.Device(device.index):
+            self.backend = backend_of_kind("cupy")
+
+    def share(self, bits: Tensor) -> Array:
+        return self._cupy.from_dlpack(torch.utils.dlpack.to_dlpack(bits))
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        with torch.cuda.device(self.device):
+            stream = _for_cupy(torch.cuda.current_stream().cuda_stream, self.device.index)
+            with self.backend.on_stream(stream):
+                yield
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        with torch.cuda.stream(torch.cuda.Stream(self.device)), self.in_order():
+            yield
+
+    def new_future(self) -> Any:
+        return torch.futures.Future(devices=[self.device])
+
+    def keep(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
+
+@lru_cache(maxsize=256)
+def _for_cupy(pointer: int, device: int) -> Any:
+    """PyTorch's stream as CuPy's."""
+    import cupy  # noqa: PLC0415 - see `CudaMemory`
+
+    with warnings.catch_warnings():
+        # CuPy 14 prefers `Stream.from_external`, whose result destroys the stream when it ends.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return cupy.cuda.ExternalStream(pointer, device)
+
+
+@cache
+def _of_cuda(device: torch.device) -> Memory:
+    """The memory of a GPU; that of the host if there is no CuPy, which is said once."""
+    if find_spec("cupy") is None:
+        warnings.warn(NO_CUPY, stacklevel=2)
+        return HOST_MEMORY
+    return CudaMemory(device)
+
+
+# By the type of a tensor's device, what finds the memory for it.  Others are copied to the host.
+KINDS: dict[str, Callable[[Tensor], Memory]] = {"cuda": lambda tensor: _of_cuda(tensor.device)}
