@@ -39,6 +39,9 @@ class FakeDeviceArray:
     def reshape(self, *shape: int) -> FakeDeviceArray:
         return FakeDeviceArray(self._memory.reshape(*shape))
 
+    def view(self, dtype: Any) -> FakeDeviceArray:
+        return FakeDeviceArray(self._memory.view(dtype))
+
     def fill(self, value: float) -> None:
         BACKEND.enqueue(lambda: self._memory.fill(value), writes=[self])
 
