@@ -310,6 +310,43 @@ def test_a_future_fails_at_the_time_limit_although_nobody_waits(tmp_path: Path) 
     assert done.stdout.count("waited 0.5 s") == 2 and "from rank 2" in done.stdout
 
 
+HELD_DEVICE = """
+import pytest, torch, torch.distributed as dist
+from datetime import timedelta
+from mpi4py import MPI
+from tests.device.held_stream import hold, released
+from tests.fake_device import BACKEND
+from tests.fake_driver import gpu
+from tests.torch.places import fake_place
+dist.init_process_group("ring", timeout=timedelta(seconds=0.5))
+gpu().go_on_alone()
+gpu().make_current()
+with fake_place(pytest.MonkeyPatch()) as place, released() as word:
+    x = place.on_device(torch.ones(300))
+    dist.all_reduce(x)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        hold(BACKEND.current_stream(), word)
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    print("enqueued")
+    for call in (lambda: work.wait(timedelta(seconds=60)), lambda: dist.all_reduce(x)):
+        with pytest.raises(dist.DistBackendError) as caught:
+            call()
+        print(caught.value)
+    MPI.COMM_WORLD.Barrier()
+"""
+
+
+def test_a_device_that_stands_still_fails_what_follows(tmp_path: Path) -> None:
+    """A rank's stream is held: the others give up at the time limit, and all learn of it."""
+    done = run(HELD_DEVICE, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("enqueued") == 2
+    assert done.stdout.count("the device of rank 0 waits for rank 1 at row") >= 2
+    assert done.stdout.count("this communicator is unusable") == 2
+
+
 AFTER_A_LIMIT = """
 import time, torch, torch.distributed as dist
 from datetime import timedelta
