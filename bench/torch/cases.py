@@ -13,7 +13,7 @@ from bench.report import times_faster, us
 from bench.summary import mean_ratio
 from parallel.cli import table_with
 
-RING = "ring"
+RING, NCCL = "ring", "nccl"
 BACKENDS = (RING, GLOO)
 CALLS, DDP, FSDP, START = "all_reduce", "ddp", "fsdp", "start"
 HEADS = 4  # of attention, which divide the width of a model
@@ -30,9 +30,14 @@ class Both(NamedTuple):
     wrong: int | None = None
 
     @property
+    def other(self) -> str:
+        """The backend beside ours."""
+        return next(name for name in self.seconds if name != RING)
+
+    @property
     def ratio(self) -> float:
         """How many times faster ours is."""
-        return self.seconds[GLOO] / self.seconds[RING]
+        return self.seconds[self.other] / self.seconds[RING]
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -77,9 +82,10 @@ def tables(found: Found) -> Iterator[tuple[str, Table]]:
 def table(part: Part, cases: Iterable[Both]) -> Table:
     """One line for each case, and one of the geometric mean of the ratios."""
     cases = list(cases)
-    made = table_with(numbers=[part.amount, *BACKENDS, f"{GLOO} / {RING}", "wrong"])
+    other = cases[0].other
+    made = table_with(numbers=[part.amount, RING, other, f"{other} / {RING}", "wrong"])
     for each in cases:
-        seconds = (part.text(each.seconds[name]) for name in BACKENDS)
+        seconds = (part.text(each.seconds[name]) for name in (RING, other))
         wrong = "-" if each.wrong is None else str(each.wrong)
         made.add_row(str(each.amount), *seconds, times_faster(each.ratio), wrong)
     if part.has_mean:

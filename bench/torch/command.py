@@ -1,7 +1,10 @@
-"""Measure the backend "ring" of torch.distributed beside PyTorch's "gloo", on the same ranks.
+"""Measure the backend "ring" of torch.distributed beside PyTorch's own, on the same ranks.
 
     python -m bench torch -g 2
     python -m bench torch -g 4 --part ddp --part fsdp --hidden 64,512
+    python -m bench torch -g 2 --device cuda
+
+PyTorch's own backend is "nccl" for tensors on GPUs if there is a GPU for each rank, else "gloo".
 
 The command starts its own jobs.
 
@@ -9,7 +12,7 @@ The command starts its own jobs.
 2. A training step of a small transformer, with DistributedDataParallel ("ddp") and with
    fully_shard ("fsdp"): forward, backward and SGD.
 3. From the start of Python to the end of the first all_reduce ("start"), each time in a new job.
-   Gloo's loads neither MPI nor this library.
+   Gloo's loads neither MPI nor this library.  With --device cuda only if it is asked for by --part.
 
 1 and 2 are measured in one job, in which both backends have a group of all ranks.  They take turns
 in random order, each rank has one thread, and times are medians of the slowest rank.  Below 64 KiB
@@ -66,6 +69,8 @@ def add_measured(add: Add) -> None:
     """What is measured, and how often; the ranks of its first job have these options too."""
     add("--part", dest="parts", action="append", choices=PARTS, metavar="PART",
         help=f"only this one of {', '.join(PARTS)}; may be repeated")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default="cpu",
+        help="where tensors are; cuda takes CuPy; default: %(default)s")  # fmt: skip
     add("--sizes", type=listed(sizes.parse), default=SIZES, metavar="B,B",
         help="bytes of calls; default: %(default)s")  # fmt: skip
     add("--hidden", type=listed(width), default=HIDDEN, metavar="N,N",
@@ -97,12 +102,13 @@ def run(options: argparse.Namespace) -> int:
         jobs = Jobs(console, Path(folder), options.timeout)
         found = measured(jobs, options)
     mpi = jobs.results.get(JOB, {}).get("mpi", find_mpirun().vendor)
-    jobs.title(f"{mpi}, torch {version('torch')}, {options.ranks} ranks")
+    jobs.title(f"{mpi}, torch {version('torch')}, {options.ranks} ranks, {options.device}")
     for title, table in cases.tables(found):
         console.print(f"\n{title}", markup=False)
         print_table(table, console)
     if options.json is not None:
         result = {"mpi": mpi, "torch": version("torch"), "ranks": options.ranks}
+        result["device"] = options.device
         result |= cases.as_dict(found) | {"statuses": jobs.statuses}
         result["provenance"] = provenance(["collectives"])
         options.json.write_text(json.dumps(result, indent=1) + "\n")
@@ -111,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
 
 def measured(jobs: Jobs, options: argparse.Namespace) -> dict[str, list[Both]]:
     """What the job of calls and steps finds, and those of the start."""
-    parts = options.parts or list(PARTS)
+    parts = options.parts or [name for name in PARTS if name != START or options.device == "cpu"]
     found: dict[str, list[Both]] = {}
     if on_ranks := [part for part in parts if part != START]:
         found |= cases.found_in(jobs.run(JOB, options.ranks, command(on_ranks, options))[1])
@@ -132,4 +138,5 @@ def command(parts: Sequence[str], options: argparse.Namespace) -> list[str]:
     }
     amounts = [word for name, value in given.items() for word in (name, str(value))]
     chosen = [word for part in parts for word in ("--part", part)]
+    chosen += ["--device", options.device]
     return ["-m", "bench.torch.ranks", *chosen, *(QUICK if options.quick else amounts)]

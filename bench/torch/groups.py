@@ -10,8 +10,9 @@ import torch
 from torch import distributed
 
 import collectives.torch  # noqa: F401 - registers "ring", and lets all backends meet through MPI
+from bench.case import GLOO
 from bench.oracle import Array
-from bench.torch.cases import BACKENDS
+from bench.torch.cases import NCCL, RING
 
 
 def join(backend: str) -> None:
@@ -20,17 +21,25 @@ def join(backend: str) -> None:
     distributed.init_process_group(backend)
 
 
-def join_all() -> dict[str, Any]:
-    """A group of all ranks for each backend; that of the first is the default group."""
-    first, *others = BACKENDS
-    join(first)
-    groups = {name: distributed.new_group(backend=name) for name in others}
-    return {first: distributed.group.WORLD, **groups}
+def join_all(device: str) -> dict[str, Any]:
+    """A group of all ranks for our backend, which is the default one, and for another one."""
+    join(RING)
+    if device == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_device(distributed.get_rank() % torch.cuda.device_count())
+    other = _other(device)
+    return {RING: distributed.group.WORLD, other: distributed.new_group(backend=other)}
+
+
+def _other(device: str) -> str:
+    """The backend beside ours: NCCL where it runs, which needs a GPU for each rank; else Gloo."""
+    is_enough = torch.cuda.device_count() >= distributed.get_world_size()
+    is_nccl = device == "cuda" and distributed.is_nccl_available() and is_enough
+    return NCCL if is_nccl else GLOO
 
 
 def all_reduce(x: Array, group: Any = None) -> Callable[[], None]:
     """What writes the sum of every rank's `x` into `x`, by the default group or by another."""
-    return partial(distributed.all_reduce, torch.from_numpy(x), group=group)
+    return partial(distributed.all_reduce, torch.from_dlpack(x), group=group)
 
 
 def leave() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from bench.case import Buffers, Case, in_place
 from bench.others import FP32
-from bench.perf import check_output, mpi_version
+from bench.perf import backend, check_output, mpi_version
 from bench.side_by_side import outcomes
 from bench.sizes import text, whole_blocks
 from bench.timing import Effort, times
@@ -30,6 +30,7 @@ from bench.torch.models import Sizes, transformer
 from bench.torch.steps import TrainingStep, num_wrong
 from bench.torch.strategies import ddp, fsdp
 from bench.ways import Contender, nothing
+from collectives.torch import communicator
 from parallel.cli import console_of
 
 World = MPI.COMM_WORLD
@@ -44,7 +45,10 @@ def main(arguments: list[str] | None = None) -> int:
         check_output(options.json)
     except ValueError as error:
         parse.error(str(error))
-    ranks = Ranks(options)
+    try:
+        ranks = Ranks(options)
+    except ValueError as error:
+        parse.error(str(error))
     found = ranks.run()
     if World.rank == 0:
         cases = {name: [each._asdict() for each in both] for name, both in found.items()}
@@ -69,7 +73,8 @@ class Ranks:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.effort = Effort(options.warmup, options.samples, options.seconds)
-        self.groups = groups.join_all()
+        self.groups = groups.join_all(options.device)
+        self.backend = backend(communicator(), options.device)
 
     def run(self) -> dict[str, list[Both]]:
         """All of them."""
@@ -87,7 +92,7 @@ class Ranks:
     def called(self, num_bytes: int) -> Both:
         """An all-reduce by every group, on the same buffer."""
         num_elements = whole_blocks(num_bytes, FP32.itemsize, num_blocks=1)
-        case = Case("all_reduce", World.rank, World.size, num_elements, FP32)
+        case = Case("all_reduce", World.rank, World.size, num_elements, FP32, backend=self.backend)
         buffers = in_place(case)
         assert buffers is not None, "an all-reduce can be in place"
         made = [contender(buffers, group) for group in self.groups.values()]
@@ -97,7 +102,10 @@ class Ranks:
 
     def trained(self, kind: str, hidden: int) -> Both:
         """A training step by every group, each with a model of its own."""
-        steps = {name: training_step(kind, hidden, group) for name, group in self.groups.items()}
+        device = self.options.device
+        steps = {
+            name: training_step(kind, hidden, group, device) for name, group in self.groups.items()
+        }
         found = times(list(steps.values()), None, is_small=False, effort=self.effort)
         wrong = int(World.allreduce(num_wrong(steps)))
         return Both(hidden, dict(zip(steps, found, strict=True)), wrong)
@@ -109,10 +117,11 @@ def contender(buffers: Buffers, group: Any) -> Contender:
     return Contender(groups.all_reduce(buffers.x, group), nothing, buffers.x)
 
 
-def training_step(kind: str, hidden: int, group: Any) -> TrainingStep:
+def training_step(kind: str, hidden: int, group: Any, device: str) -> TrainingStep:
     """Of a model that is divided among a group; every rank has tokens of its own."""
-    sizes, mesh = Sizes(hidden), DeviceMesh.from_group(group, "cpu")
-    return TrainingStep(KINDS[kind](transformer(sizes), mesh), sizes, seed=World.rank)
+    sizes, mesh = Sizes(hidden), DeviceMesh.from_group(group, device)
+    model = KINDS[kind](transformer(sizes).to(device), mesh)
+    return TrainingStep(model, sizes, seed=World.rank, device=device)
 
 
 if __name__ == "__main__":

@@ -17,16 +17,17 @@ CLOSE = 1e-4  # relatively: sums of more than two ranks depend on the order
 class TrainingStep:
     """Called, it trains a model by one step, on the same tokens every time.
 
-    `model`: may be divided among ranks.  `seed`: of the tokens of this rank.  `loss`: of the last
-    step, on this rank.
+    `model`: may be divided among ranks.  `seed`: of the tokens of this rank.  `device`: of both.
+    `loss`: of the last step, on this rank.
     """
 
-    def __init__(self, model: Any, sizes: Sizes, seed: int) -> None:
+    def __init__(self, model: Any, sizes: Sizes, seed: int, device: str = "cpu") -> None:
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
         random = torch.Generator().manual_seed(seed)
         shape = 2, sizes.rows, sizes.context
-        self.inputs, self.targets = torch.randint(sizes.vocabulary, shape, generator=random)
+        tokens = torch.randint(sizes.vocabulary, shape, generator=random)
+        self.inputs, self.targets = tokens.to(device)
         self.loss = math.nan
 
     def __call__(self) -> None:

@@ -15,7 +15,7 @@ from collectives.engines import deadline_in, poll_until
 from collectives.torch.devices import memory_of
 from collectives.torch.tensors import Tensor, check_filled
 from collectives.torch.versions import untraced
-from collectives.torch.work import NO_LIMIT, InProgress, fail, seconds, unwrapped
+from collectives.torch.work import NO_LIMIT, InProgress, Result, fail, seconds, unwrapped
 
 _received = threading.local()
 
@@ -98,7 +98,7 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
                 except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
                     outcome.set_result(error)
                 else:
-                    outcome.set_result(self._tensors)
+                    outcome.set_result(Result(self._tensors, self))
 
         if jit.is_at_exit():
             complete()

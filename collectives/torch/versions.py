@@ -174,11 +174,19 @@ def follow_groups(note: Callable[[str], None]) -> None:
 
 
 def _is_done(work: Any) -> bool:
-    """Whether the future of a work is done; False if it has none."""
+    """Whether a work is complete, on a device too, as far as its future can tell."""
     try:
-        return bool(work.get_future().done())
-    except RuntimeError:
+        future = work.get_future()
+    except RuntimeError:  # it has none
         return False
+    if not future.done():
+        return False
+    try:
+        made = getattr(future.value(), "work", None)
+    except Exception:  # noqa: BLE001 - it has failed, and `wait` raises this
+        return True
+    in_python = None if made is None else made()
+    return in_python is None or bool(in_python.is_completed())
 
 
 def check() -> None:

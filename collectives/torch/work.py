@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch.distributed import DistBackendError, Work
@@ -29,6 +30,21 @@ def seconds(timeout: timedelta) -> float | None:
 def fail(error: collectives.CollectiveError) -> NoReturn:
     """Raise PyTorch's kind of error."""
     raise DistBackendError(str(error)) from error
+
+
+class Result(list[Tensor]):
+    """The tensors of a work as the value of its future, by which the work can be asked.
+
+    `work`: a weak reference, since the work keeps its future.
+    """
+
+    def __init__(self, tensors: list[Tensor], work: Work) -> None:
+        super().__init__(tensors)
+        self.work = ref(work)
+
+    def __reduce__(self) -> Any:
+        """PyTorch finds the tensors of a value by pickling it."""
+        return list, (list(self),)
 
 
 class _Completing(threading.local):
@@ -136,7 +152,7 @@ class InProgress(Work):  # type: ignore[misc]
         On a device the future notes the end of the current stream, for which those who wait for it
         let theirs wait.
         """
-        outcome: Any = self._tensors
+        outcome: Any = Result(self._tensors, self)
         with self.memory.beside():
             try:
                 self._call.wait()
@@ -260,15 +276,15 @@ class Joined(Work):  # type: ignore[misc]
 
         def complete(_: object) -> None:
             with memory.beside():
-                outcome.set_result(_values(futures))
+                outcome.set_result(_value(futures, self))
 
         torch.futures.collect_all(futures).then(complete)
         return unwrapped(outcome)
 
 
-def _values(futures: list[torch.futures.Future[list[Tensor]]]) -> list[Tensor] | Exception:
-    """The values of futures that are done, for which the current stream waits; or an error."""
+def _value(futures: list[torch.futures.Future[list[Tensor]]], work: Joined) -> Result | Exception:
+    """What futures that are done have as one, for which the current stream waits; or an error."""
     try:
-        return [tensor for future in futures for tensor in future.wait()]
+        return Result([tensor for future in futures for tensor in future.wait()], work)
     except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it
         return error

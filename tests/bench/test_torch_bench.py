@@ -15,7 +15,7 @@ from bench.__main__ import main, parsed
 from bench.case import GLOO
 from bench.jobs import environment
 from bench.torch import cases, command, start
-from bench.torch.cases import CALLS, DDP, FSDP, PARTS, RING, START, Both
+from bench.torch.cases import CALLS, DDP, FSDP, NCCL, PARTS, RING, START, Both
 from bench.torch.steps import num_wrong
 from collectives.launch import bootstrap, launch
 
@@ -27,8 +27,8 @@ from bench.torch import groups, ranks
 
 join_all = groups.join_all
 
-def join_alone():
-    joined = join_all()
+def join_alone(device):
+    joined = join_all(device)
     alone, _ = distributed.new_subgroups(group_size=1)
     return joined | {"ring": alone}
 
@@ -57,6 +57,23 @@ def test_a_ratio_is_gloos_time_over_ours():
     found = cases.as_dict({DDP: [both(32, 1.0, 2.0), both(64, 1.0, 8.0)]})
     assert [each["ratio"] for each in found[DDP]] == [2.0, 8.0]
     assert found["geometric_mean"] == {DDP: pytest.approx(4.0)}
+
+
+def test_beside_nccl_the_table_says_so():
+    (made,) = [Both(8, {RING: 1.0, NCCL: 2.0}, 0)]
+    assert made.ratio == 2.0
+    headers = [column.header for column in cases.table(PARTS[CALLS], [made]).columns]
+    assert headers == ["size (B)", "ring", "nccl", "nccl / ring", "wrong"]
+
+
+def test_the_start_is_not_measured_for_a_gpu_unless_it_is_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(start, "both", lambda *_: asked.append(START))
+    jobs = SimpleNamespace(run=lambda name, ranks, words: (asked.extend(words), (0, {}))[1])
+    command.measured(jobs, options("--device", "cuda"))
+    assert START not in asked and asked[asked.index("--device") + 1] == "cuda"
+    command.measured(jobs, options("--device", "cuda", "--part", "start"))
+    assert asked[-1] == START
 
 
 def test_the_table_has_a_line_for_each_case_and_one_for_the_mean():

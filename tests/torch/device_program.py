@@ -1,16 +1,14 @@
 """Calls of a process group on tensors of a GPU, whose work is in the order of streams.
 
-Arguments: names of functions below, which run one after the other on a GPU.  All raise an error for
-what is wrong.  `tests/gpu/test_torch.py` starts it, and `test_devices.py` runs the same functions on
-the fake GPU.
+Arguments: names of functions below, which run one after the other on a GPU.  All raise an error
+for what is wrong.  `tests/gpu/test_torch.py` starts it, and `test_devices.py` runs the same
+functions on the fake GPU.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
