@@ -48,6 +48,7 @@ DEVICES = (
 )
 NCCL_SHARES = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # so that several ranks may use one GPU
 TESTS = "tests "  # how their names begin
+TORCH = "--device cuda --sizes 1K,1M,64M --hidden 64 -n 5 -w 2"
 MODEL = "--device cuda --steps 5 --layers 2 --hidden 64 --context 32 --batch 19 --dtype float32"
 LAYOUTS = {
     "tensor": "--mesh tensor=2 --sequence-parallel",
@@ -118,6 +119,15 @@ def no_mpi() -> str | None:
     return None
 
 
+def torch_has_cuda() -> bool:
+    """Whether there is a PyTorch that can use a GPU here."""
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch  # noqa: PLC0415 - takes seconds
+
+    return bool(torch.cuda.is_available())
+
+
 def steps(no_mpi: str | None) -> Iterator[Step]:
     """All steps that can run here, on two ranks, which may share a GPU."""
     from bench.strategies import KINDS  # noqa: PLC0415 - takes the modules
@@ -131,6 +141,8 @@ def steps(no_mpi: str | None) -> Iterator[Step]:
         yield from device_tables()
         words = ["-m", "bench", "all", "--device", "cuda", *SIZES.split()]
         yield Step("collectives", launch + words, "-J")
+        if torch_has_cuda():
+            yield Step("torch", ["-m", "bench", "torch", *TORCH.split()], "-J")
     if no_mpi is None and find_mpirun().vendor == "openmpi":
         launch += ["--mpi-args", shlex.join(MPIRUN_ARGS)]  # its counters observe
     layouts = {name: words.split() for name, words in LAYOUTS.items()}

@@ -1,12 +1,13 @@
 """Calls of a process group on tensors of a GPU, whose work is in the order of streams.
 
-Arguments: names of functions below, which run one after the other on a GPU.  All raise an error
-for what is wrong.  `tests/gpu/test_torch.py` starts it, and `test_devices.py` runs the same
-functions on the fake GPU.
+Arguments: names of functions below, or of PyTorch's strategies, which run one after the other on a
+GPU.  All raise an error for what is wrong.  `tests/gpu/test_torch.py` starts it, and
+`test_devices.py` runs the functions on the fake GPU.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -17,13 +18,19 @@ from torch.distributed import ReduceOp
 import collectives.torch
 from collectives.torch import communicator
 from collectives.torch.tensors import can_be_combined
+from tests.torch.groups import default_group
 from tests.torch.places import OnCuda, Place
+from tests.torch.strategies import STRATEGIES
 from tests.torch.tensors import DTYPES, Tensor, all_drawn, blank, blanks, check, combined
 
 Program = Callable[[Place], None]
 PROGRAMS: dict[str, Program] = {}
-ON_GPU: dict[str, Program] = {}  # those for which the fake GPU has no kernels
-SHAPE = 6, 2
+TRAINED = (  # of `STRATEGIES`, those that a GPU runs
+    "ddp", "ddp_with_a_hook", "ddp_with_views_of_buckets", "ddp_in_bfloat16", "zero_redundancy",
+    "fsdp", "fsdp_in_bfloat16", "hybrid_fsdp", "tensor_parallel", "sequence_parallel",
+    "fsdp_of_tensor_parallel", "gpipe", "one_f_one_b", "interleaved",
+)  # fmt: skip
+CLOSE = {"rtol": 1e-3, "atol": 1e-5}  # other kernels compute, in float32
 
 
 def program(function: Program) -> Program:
@@ -195,15 +202,29 @@ def the_ledger_has_links_and_modules(place: Place) -> None:
     assert sum(row.bytes for row in on_device) > 0 or dist.get_world_size() == 1
 
 
+def trained(name: str) -> None:
+    """A strategy computes on the GPU what it does on the host with Gloo."""
+    with default_group("gloo"):
+        wanted = STRATEGIES[name]()
+    with default_group("ring"), torch.device("cuda"):
+        found = STRATEGIES[name]()
+    for one, other in zip(found, wanted, strict=True):
+        assert one.is_cuda
+        torch.testing.assert_close(one.cpu(), other, **CLOSE)
+
+
 def main(*names: str) -> None:
     """Run programs on a GPU, and say so after each."""
-    dist.init_process_group("ring")
-    place = OnCuda(me())
+    rank = int(os.environ["RANK"])
+    place = OnCuda(rank)
     for name in names:
-        (PROGRAMS | ON_GPU)[name](place)
+        if name in TRAINED:
+            trained(name)
+        else:
+            with default_group("ring"):
+                PROGRAMS[name](place)
         torch.cuda.synchronize()
-        print(f"{name} is right on rank {me()}", flush=True)
-    dist.destroy_process_group()
+        print(f"{name} is right on rank {rank}", flush=True)
 
 
 if __name__ == "__main__":

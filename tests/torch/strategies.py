@@ -1,6 +1,7 @@
 """PyTorch's own parallel strategies on a small model: each returns what it has computed.
 
-Each function is called by all ranks of a default process group, of any backend.
+Each function is called by all ranks of a default process group, of any backend.  Models are on
+PyTorch's default device, and begin with the same numbers on every device.
 """
 
 from __future__ import annotations
@@ -61,9 +62,11 @@ class Net(nn.Module):
     def __init__(self, num_blocks: int = 2, left_out: int | None = None) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUTPUTS)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        with torch.device("cpu"):
+            self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OUTPUTS)
+            self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
         self.left_out = left_out
+        self.to(device())
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -73,8 +76,13 @@ class Net(nn.Module):
         return self.last(x)
 
 
+def device() -> torch.device:
+    return torch.get_default_device()
+
+
 def batch(seed: int, rows: int = 12, width: int = WIDTH) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(rows, width, generator=generator, device="cpu").to(device())
 
 
 def own_batch(step: int) -> Tensor:
@@ -110,7 +118,7 @@ def trained(
 
 
 def world_mesh(name: str = "all") -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(name,))
+    return init_device_mesh(device().type, (dist.get_world_size(),), mesh_dim_names=(name,))
 
 
 # Data parallelism
@@ -252,7 +260,7 @@ def hybrid_fsdp() -> Results:
     p = dist.get_world_size()
     num_replicas = 2 if p % 2 == 0 else 1
     names = ("replica", "shard")
-    mesh = init_device_mesh("cpu", (num_replicas, p // num_replicas), mesh_dim_names=names)
+    mesh = init_device_mesh(device().type, (num_replicas, p // num_replicas), mesh_dim_names=names)
     return trained(sharded(mesh=mesh))
 
 
@@ -326,7 +334,7 @@ def fsdp_of_tensor_parallel() -> Results:
     # PyTorch 2.11 takes a mesh of these ranks and another name for an equal one of another test,
     # whose groups have ended.
     names = ("data", "tensor")
-    mesh = init_device_mesh("cpu", (p // 2, 2), mesh_dim_names=names)
+    mesh = init_device_mesh(device().type, (p // 2, 2), mesh_dim_names=names)
     for block in model.blocks:
         split(block, mesh["tensor"])
     return trained(sharded(model, mesh["data"]), draw=batch)
@@ -363,9 +371,7 @@ def pipeline(schedule: Any, numbers: Sequence[int], num_stages: int) -> Results:
     """The losses and gradients of one step; `numbers`: the stages of this rank."""
     p = dist.get_world_size()
     parts, count = parts_of(Net(num_stages), num_stages), 2 * p
-    stages = [
-        pipelining.PipelineStage(parts[i], i, num_stages, torch.device("cpu")) for i in numbers
-    ]
+    stages = [pipelining.PipelineStage(parts[i], i, num_stages, device()) for i in numbers]
     is_multiple = issubclass(schedule, pipelining.schedules.PipelineScheduleMulti)
     made = schedule(stages if is_multiple else stages[0], count, loss_fn=squared)
     inputs = [batch(3, 2 * count)] if 0 in numbers else []
