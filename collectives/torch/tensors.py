@@ -57,7 +57,7 @@ class Memory:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is here."""
-        return tensor.device == self.device
+        return bool(tensor.device == self.device)
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A new vector."""

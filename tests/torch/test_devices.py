@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from ml_dtypes import bfloat16
 from mpi4py import MPI
 from torch.distributed import DistBackendError
 
@@ -27,7 +30,7 @@ from tests.fake_driver import gpu
 from tests.torch import device_program
 from tests.torch.device_program import PROGRAMS
 from tests.torch.places import FakeMemory, OnFake, fake_place
-from tests.torch.tensors import all_drawn, blank, check, combined
+from tests.torch.tensors import DTYPES, all_drawn, blank, check, combined
 
 pytestmark = pytest.mark.mpi
 
@@ -254,3 +257,73 @@ def test_without_cupy_tensors_on_a_gpu_are_copied_which_is_said(
     monkeypatch.setattr(devices, "find_spec", lambda _: None)
     with pytest.warns(UserWarning, match="pip install cupy-cuda12x"):
         assert devices._of_cuda.__wrapped__(torch.device("cuda", 0)) is HOST_MEMORY
+
+
+# With CuPy, of which there is none here
+
+
+class Streams:
+    """What stands for the streams of PyTorch and of CuPy: it notes which are current."""
+
+    def __init__(self) -> None:
+        self.of_torch, self.of_cupy = [7], list[tuple[int, int]]()
+
+    @contextmanager
+    def on_torch(self, stream: Any) -> Iterator[None]:
+        self.of_torch.append(stream.cuda_stream)
+        yield
+        self.of_torch.pop()
+
+    @contextmanager
+    def on_cupy(self, stream: tuple[int, int]) -> Iterator[None]:
+        self.of_cupy.append(stream)
+        yield
+        self.of_cupy.pop()
+
+    def current(self, device: object = None) -> Any:
+        return SimpleNamespace(cuda_stream=self.of_torch[-1])
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[devices.CudaMemory, Streams]]:
+    """The memory of a GPU whose tensors are on the host."""
+    streams = Streams()
+    cupy = SimpleNamespace(
+        from_dlpack=lambda capsule: torch.utils.dlpack.from_dlpack(capsule).numpy(),
+        cuda=SimpleNamespace(Device=nullcontext, ExternalStream=lambda *stream: stream),
+    )
+    backend = SimpleNamespace(on_stream=streams.on_cupy)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(devices, "backend_of_kind", {"cupy": backend}.__getitem__)
+    for name, made in {
+        "device": nullcontext,
+        "current_stream": streams.current,
+        "Stream": lambda device: SimpleNamespace(cuda_stream=9),
+        "stream": streams.on_torch,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, made)
+    devices._for_cupy.cache_clear()
+    yield devices.CudaMemory(torch.device("cuda", 1)), streams
+    devices._for_cupy.cache_clear()
+
+
+def test_calls_are_made_on_the_current_stream_of_pytorch(
+    cuda: tuple[devices.CudaMemory, Streams],
+) -> None:
+    memory, streams = cuda
+    with memory.in_order():
+        assert streams.of_cupy == [(7, 1)]
+    with memory.beside():
+        assert (streams.of_torch, streams.of_cupy) == ([7, 9], [(9, 1)])
+    assert (streams.of_torch, streams.of_cupy) == ([7], [])
+
+
+def test_tensors_are_handed_over_without_a_copy(
+    cuda: tuple[devices.CudaMemory, Streams],
+) -> None:
+    memory, _ = cuda
+    for dtype in DTYPES:
+        x = torch.zeros(4, 2, dtype=dtype).requires_grad_(dtype.is_floating_point)
+        array = memory.array_of(x)
+        assert array.ctypes.data == x.data_ptr() and array.shape == (4, 2)
+        assert (array.dtype == bfloat16) == (dtype is torch.bfloat16)
