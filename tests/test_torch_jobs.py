@@ -318,7 +318,8 @@ from tests.device.held_stream import hold, released
 from tests.fake_device import BACKEND
 from tests.fake_driver import gpu
 from tests.torch.places import fake_place
-dist.init_process_group("ring", timeout=timedelta(seconds=0.5))
+from collectives.torch import communicator
+dist.init_process_group("ring")
 gpu().go_on_alone()
 gpu().make_current()
 with fake_place(pytest.MonkeyPatch()) as place, released() as word:
@@ -330,6 +331,7 @@ with fake_place(pytest.MonkeyPatch()) as place, released() as word:
     work = dist.all_reduce(x, async_op=True)
     work.wait()
     print("enqueued")
+    communicator().timeout = 0.3
     for call in (lambda: work.wait(timedelta(seconds=60)), lambda: dist.all_reduce(x)):
         with pytest.raises(dist.DistBackendError) as caught:
             call()
