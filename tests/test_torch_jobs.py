@@ -326,17 +326,21 @@ with fake_place(pytest.MonkeyPatch()) as place, released() as word:
     x = place.on_device(torch.ones(300))
     dist.all_reduce(x)
     dist.barrier()
+    communicator().timeout = 2.0
     if dist.get_rank() == 1:
         hold(BACKEND.current_stream(), word)
     work = dist.all_reduce(x, async_op=True)
     work.wait()
     print("enqueued")
-    communicator().timeout = 0.3
+    if dist.get_rank() == 1:
+        MPI.COMM_WORLD.Barrier()
+        word[:] = 1  # the other rank has given up
     for call in (lambda: work.wait(timedelta(seconds=60)), lambda: dist.all_reduce(x)):
         with pytest.raises(dist.DistBackendError) as caught:
             call()
         print(caught.value)
-    MPI.COMM_WORLD.Barrier()
+    if dist.get_rank() == 0:
+        MPI.COMM_WORLD.Barrier()
 """
 
 
