@@ -95,6 +95,21 @@ def tensors_that_are_not_contiguous(place: Place) -> None:
 
 
 @program
+def a_part_of_the_output_is_the_input(place: Place) -> None:
+    """As in FSDP."""
+    brought = everyones()
+    size = len(brought[0])
+    y = place.on_device(torch.cat(brought[:1] * me() + [brought[me()]] + brought[:1] * 3))
+    y = y[: size * dist.get_world_size()]
+    dist.all_gather_into_tensor(y, y[size * me() : size * (me() + 1)], async_op=True).wait()
+    same(place, [y], [torch.cat(brought)])
+    mine = y[size * me() : size * (me() + 1)][:2]
+    dist.reduce_scatter_tensor(mine, y[: 2 * dist.get_world_size()])
+    total = dist.get_world_size() * torch.cat(brought)[2 * me() : 2 * me() + 2]
+    same(place, [mine], [total])
+
+
+@program
 def wait_orders_streams(place: Place) -> None:
     """A stream writes the input, another one reads the result."""
     for seed in range(4):

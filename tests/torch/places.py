@@ -20,13 +20,15 @@ class FakeMemory(Memory):
     """The memory of the fake GPU: to PyTorch, its tensors are tensors of the host.
 
     PyTorch's current stream is the fake GPU's.  `kept`: what was asked to be kept on a stream.
+    `futures`: the streams that were current when they were completed.  `end`: of the last of these.
     """
 
     backend = BACKEND
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, str]] = []
-        self.futures: list[str] = []  # the streams that were current when they were completed
+        self.futures: list[str] = []
+        self.end: Any = None
 
     def has(self, tensor: Tensor) -> bool:
         return _is_on_fake(tensor.data_ptr())
@@ -122,28 +124,12 @@ class OnFake:
         self.memory.end.join()
         return value
 
-    def bytes_staged(self) -> int:
-        return BACKEND.bytes_to_host
-
 
 class OnCuda:
     """A GPU, of which ranks use another one each if there are several."""
 
     def __init__(self, rank: int) -> None:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-        self._bytes_staged = 0
-        self._count_what_is_staged()
-
-    def _count_what_is_staged(self) -> None:
-        from collectives.arrays.backends import CupyBackend
-
-        right = CupyBackend.to_host
-
-        def to_host(backend: CupyBackend, pairs: Any) -> None:
-            self._bytes_staged += sum(host.size for _, host in pairs)
-            right(backend, pairs)
-
-        CupyBackend.to_host = to_host  # type: ignore[method-assign]
 
     def on_device(self, x: Tensor) -> Tensor:
         return x.cuda()
@@ -165,9 +151,6 @@ class OnCuda:
 
     def value_of(self, future: Any) -> Any:
         return future.wait()
-
-    def bytes_staged(self) -> int:
-        return self._bytes_staged
 
 
 Place = OnCuda | OnFake
