@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.util import find_spec
@@ -22,8 +22,7 @@ NO_CUPY = (
 
 def memory_of(tensor: Tensor) -> Memory:
     """The memory in which a call on a tensor is made: its own, or that of the host."""
-    find = KINDS.get(tensor.device.type)
-    return HOST_MEMORY if find is None else find(tensor)
+    return _of_cuda(tensor.device) if tensor.is_cuda else HOST_MEMORY
 
 
 def wait_for_streams() -> None:
@@ -45,6 +44,9 @@ class CudaMemory(Memory):
         self.device, self._cupy = device, cupy
         with cupy.cuda.Device(device.index):
             self.backend = backend_of_kind("cupy")
+
+    def has(self, tensor: Tensor) -> bool:
+        return bool(tensor.device == self.device)
 
     def share(self, bits: Tensor) -> Array:
         return self._cupy.from_dlpack(torch.utils.dlpack.to_dlpack(bits))
@@ -86,7 +88,3 @@ def _of_cuda(device: torch.device) -> Memory:
         warnings.warn(NO_CUPY, stacklevel=2)
         return HOST_MEMORY
     return CudaMemory(device)
-
-
-# By the type of a tensor's device, what finds the memory for it.  Others are copied to the host.
-KINDS: dict[str, Callable[[Tensor], Memory]] = {"cuda": lambda tensor: _of_cuda(tensor.device)}

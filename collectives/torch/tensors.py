@@ -26,6 +26,7 @@ _SHARED = frozenset(
 )  # fmt: skip
 # Those of others are sent as integers of the same size; of these only bfloat16 can be combined.
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
+_NO_STREAM = nullcontext()  # on the host
 
 
 def can_be_combined(dtype: torch.dtype) -> bool:
@@ -57,7 +58,7 @@ class Memory:
 
     def has(self, tensor: Tensor) -> bool:
         """Whether a tensor is here."""
-        return bool(tensor.device == self.device)
+        return bool(tensor.is_cpu)
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A new vector."""
@@ -65,11 +66,11 @@ class Memory:
 
     def in_order(self) -> AbstractContextManager[object]:
         """A context in which calls of the library are in the order of PyTorch's current stream."""
-        return nullcontext()
+        return _NO_STREAM
 
     def beside(self) -> AbstractContextManager[object]:
         """The same with a stream, as PyTorch's current one, on which nothing else waits."""
-        return nullcontext()
+        return _NO_STREAM
 
     def new_future(self) -> Any:
         """A future of tensors that are here."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from collectives.torch import devices
+from collectives.torch import any_source, backend
 from collectives.torch.tensors import HOST_MEMORY, Memory, Tensor
 from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream
 from tests.fake_driver import gpu
@@ -160,5 +160,6 @@ Place = OnCuda | OnFake
 def fake_place(patch: Any) -> Iterator[OnFake]:
     """Let tensors in the memory of the fake GPU be on a device."""
     place = OnFake(FakeMemory())
-    patch.setitem(devices.KINDS, "cpu", place.find_memory)
+    for module in (backend, any_source):
+        patch.setattr(module, "memory_of", place.find_memory)
     yield place
