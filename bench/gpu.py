@@ -99,13 +99,9 @@ def why_unavailable() -> str | None:
     """What is missing, as a sentence, or None."""
     if missing := [name for name in MODULES if importlib.util.find_spec(name) is None]:
         return f"{sys.executable} has no {', '.join(missing)}; PYTHON=... says which Python to use"
-    from parallel.cli import device_namespace  # noqa: PLC0415 - takes the modules
+    from collectives.arrays import num_gpus  # noqa: PLC0415 - takes the modules
 
-    try:
-        device_namespace("cuda", 0)
-    except ValueError as error:
-        return str(error)
-    return None
+    return num_gpus()[1] or None
 
 
 def no_mpi() -> str | None:

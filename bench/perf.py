@@ -259,7 +259,7 @@ def backend(comm: Communicator, device: str) -> Backend:
     """What serves arrays on this device.  ValueError on all ranks if one has none."""
     phase, doing = collectives.phase, "preparing the device"
     with raise_on_all_ranks(comm, phase, "prepare", doing, ValueError):
-        device_namespace(device, comm.rank)
+        device_namespace(device, comm)
         return backend_of_kind({"cpu": "numpy", "cuda": "cupy"}[device])
 
 

@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.progress import Progress
 from rich.table import Table
 
-from collectives import Topology
+from collectives import Communicator, Topology
 from parallel.accounts import RankTimes, TrafficTable, between_hosts, renumbered
 from parallel.runtime import ProgressCallback
 
@@ -68,17 +68,16 @@ def gpt_options(options: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def device_namespace(device: str, rank: int) -> Any:
-    """Return the array namespace of a device, "cpu" or "cuda", whose GPUs ranks use in turn."""
+def device_namespace(device: str, comm: Communicator) -> Any:
+    """Return the array namespace of a device, "cpu" or "cuda"; with it a rank uses its GPU."""
     if device == "cpu":
         return numpy_namespace
     try:
-        import cupy  # noqa: PLC0415 - an optional dependency
-        from array_api_compat import cupy as cupy_namespace  # noqa: PLC0415
+        comm.use_gpu()
+    except RuntimeError as error:
+        raise ValueError(f"--device cuda: {error}") from None
+    from array_api_compat import cupy as cupy_namespace  # noqa: PLC0415 - an optional dependency
 
-        cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
-    except Exception as error:  # noqa: BLE001 - no CuPy, driver or GPU: each has its own error
-        raise ValueError(f"--device cuda needs CuPy and a GPU: {error}") from None
     return cupy_namespace
 
 

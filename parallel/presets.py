@@ -258,7 +258,7 @@ def make_recipe(comm: Communicator, options: argparse.Namespace) -> Recipe:
         seed=options.seed,
         offload=place_of(options.offload),
         offload_activations=place_of(options.offload_activations),
-        xp=device_namespace(options.device, comm.rank),
+        xp=device_namespace(options.device, comm),
         reduce_dtype=options.reduce_dtype,
     )
 

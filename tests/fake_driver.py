@@ -913,9 +913,10 @@ class FakeGpu(Streams):
     by the copies that were enqueued.  `capturing`: the streams that claim to be captured for a
     graph.  `waiting_for_captured`: those that wait for such a stream, as the legacy stream does.
     `num_queries_refused`: of events, because another thread captures a stream.  `uuid`: the 16
-    bytes that identify the GPU, the same in every process.  `has_interpreter`: whether there is a
-    kernel that runs programs, with room for `num_blocks_at_once`.  `seconds_between`: any two timed
-    events; 0: what really passes.
+    bytes that identify the GPU, the same in every process unless a test gives each a GPU of its
+    own.  `num_devices`: how many GPUs the driver claims to have; there is one.  `has_interpreter`:
+    whether there is a kernel that runs programs, with room for `num_blocks_at_once`.
+    `seconds_between`: any two timed events; 0: what really passes.
     """
 
     has_interpreter, num_blocks_at_once, seconds_between = False, 12, 0.0
@@ -927,7 +928,7 @@ class FakeGpu(Streams):
         self.capturing: set[int] = set()
         self.waiting_for_captured: set[int] = set()
         self.num_queries_refused = 0
-        self.uuid = b"GPU of the tests"
+        self.uuid, self.num_devices = b"GPU of the tests", 1
         self._thread = threading.local()
         self.kernels = FakeKernels(self)
         self._agents: dict[int, list[int]] = {}
@@ -1119,6 +1120,7 @@ class Functions:
         return {
             "cuCtxGetDevice": self._device,
             "cuDeviceGetAttribute": self._device_attribute,
+            "cuDeviceGetCount": self._count,
             "cuDeviceGetUuid_v2": self._uuid,
             "cuEventCreate": self._create_event,
             "cuEventDestroy_v2": self._destroy_event,
@@ -1166,6 +1168,9 @@ class Functions:
 
     def _device(self, device: int) -> None:
         _store(ctypes.c_int, device, 0)
+
+    def _count(self, number: int) -> None:
+        _store(ctypes.c_int, number, self._gpu.num_devices)
 
     def _uuid(self, uuid: int, device: int) -> None:
         if device or not uuid:

@@ -16,6 +16,7 @@ from collectives.arrays.backends import (
     is_device_array,
     num_elements,
 )
+from collectives.arrays.gpus import num_gpus, use_gpu
 from collectives.arrays.jit import compiled
 from collectives.arrays.kernels import is_bfloat16
 from collectives.arrays.operators import OPERATORS, Operator, has_infinities, operator
@@ -39,5 +40,7 @@ __all__ = [
     "is_bfloat16",
     "is_device_array",
     "num_elements",
+    "num_gpus",
     "operator",
+    "use_gpu",
 ]

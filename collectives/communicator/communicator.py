@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives import algorithms
-from collectives.arrays import HOST, Array, Backend, Operator, operator, validation
+from collectives.arrays import HOST, Array, Backend, Operator, operator, use_gpu, validation
 from collectives.communicator.collectives import Collectives
 from collectives.communicator.making import Calling
 from collectives.communicator.planner import Planner
@@ -83,6 +83,28 @@ class Communicator(Collectives, PointToPoint):
         have one host, unless `collectives.run` was given others.
         """
         return self._session.topology
+
+    @property
+    def local_rank(self) -> int:
+        """The number of this rank among the ranks of its host, from 0; see `topology`."""
+        return self.topology.place(self.rank)
+
+    def use_gpu(self) -> int:
+        """Let CuPy use a GPU of this host, which the ranks of the host take in turn.
+
+            comm = collectives.world()
+            comm.use_gpu()                              # before arrays are made
+            x = cupy.ones(1000)
+
+        The GPU is number `local_rank` of those that CUDA_VISIBLE_DEVICES leaves this process,
+        modulo their number.  It becomes the current device of this thread.  If there are several, a
+        log message of rank 0 of the host says once which rank uses which.  Nothing is sent.
+
+        Nothing else in the library chooses a GPU: a call runs on the GPU of its arrays.
+
+        Returns the number of the GPU in this process.  Raises RuntimeError if there is none.
+        """
+        return use_gpu(self.local_rank, len(self.topology.mates(self.rank)))
 
     @property
     def plan(self) -> Planner:

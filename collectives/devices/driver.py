@@ -26,6 +26,7 @@ class IpcHandle(ctypes.Structure):
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuCtxGetDevice": (_POINTER,),
     "cuDeviceGetAttribute": (_POINTER, ctypes.c_int, ctypes.c_int),
+    "cuDeviceGetCount": (_POINTER,),
     "cuDeviceGetUuid_v2": (_POINTER, ctypes.c_int),
     "cuEventCreate": (_POINTER, _UNSIGNED),
     "cuEventDestroy_v2": (_WORD,),
@@ -212,6 +213,12 @@ class Driver:
         arguments = ctypes.addressof(num_blocks), kernel, num_threads, 0
         self.call("cuOccupancyMaxActiveBlocksPerMultiprocessor", *arguments)
         return num_blocks.value * num_processors.value
+
+    def num_devices(self) -> int:
+        """The devices that this process can use."""
+        number = ctypes.c_int()
+        self.call("cuDeviceGetCount", ctypes.addressof(number))
+        return number.value
 
     def uuid(self) -> bytes:
         """The 16 bytes that identify the current device, in all processes."""

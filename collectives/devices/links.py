@@ -35,6 +35,7 @@ from collectives.devices.driver import (
 )
 from collectives.devices.meeting import Meeting, Wait, Waits
 from collectives.devices.shadow import Allocation, give_back
+from collectives.devices.sharing import tell_of_sharing
 from collectives.devices.streams import STREAMS, Stream
 from collectives.engines import Board, CallKey
 
@@ -233,6 +234,8 @@ class Proposal:
             yield from self._look(meeting)
             if links.staged is None:
                 links.staged = frozenset(self._staged_pairs(meeting.verdicts()))
+                if self._rank == meeting.ranks[0] and not links.is_of_one_process:
+                    tell_of_sharing(links.uuids, self._driver.num_devices())
             for rank in meeting.ranks:
                 if rank != self._rank and not links.why[rank] and not links.is_direct(rank):
                     links.why[rank] = f"rank {rank} cannot read the memory of rank {self._rank}"

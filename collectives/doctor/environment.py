@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from collectives.arrays import jit
+from collectives.arrays import jit, num_gpus
 from collectives.doctor.findings import Finding, good, slow, wrong
 from collectives.launch import MpiNotFound, Mpirun, find_mpirun
 
@@ -70,18 +70,6 @@ def _numba() -> Iterator[Finding]:
             f"Compiled code cannot be kept in {folder}, so every job may compile it anew: set "
             "NUMBA_CACHE_DIR to a folder that all ranks can write."
         )
-
-
-def num_gpus() -> tuple[int, str]:
-    """The GPUs that CuPy finds; if it finds none, the reason."""
-    try:
-        import cupy  # noqa: PLC0415 - it is optional
-
-        return cupy.cuda.runtime.getDeviceCount(), ""
-    except ImportError:
-        return 0, "CuPy is not installed"
-    except Exception as error:  # noqa: BLE001 - CuPy has an error for each reason
-        return 0, f"CuPy finds no GPU ({error})"
 
 
 def _gpu() -> Iterator[Finding]:

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 import collectives
+from collectives.arrays import num_gpus
 from collectives.communicator import Communicator
-from collectives.doctor.environment import num_cores, num_gpus
+from collectives.doctor.environment import num_cores
 from collectives.doctor.findings import Finding, good, slow, wrong
 from collectives.schedule import Topology
 
@@ -43,6 +44,8 @@ def job() -> list[Finding] | None:
             found += [*alike(facts), *placed(comm.topology, [fact["cores"] for fact in facts])]
             found += [*_threads(), *links]
         if all_have_gpus(comm):
+            gpus = _gathered(comm, _gpu(comm))
+            found += [] if gpus is None else used_gpus(comm.topology, gpus)
             found += _devices(comm)
         if sums[0] != comm.size * (comm.size - 1) // 2:
             found.append(wrong("An all-reduce has a wrong result."))
@@ -134,13 +137,35 @@ def all_have_gpus(comm: Communicator) -> bool:
     return bool(comm.all_reduce(np.array([number]), "min")[0])
 
 
+def _gpu(comm: Communicator) -> dict[str, Any]:
+    """The GPU that this rank uses from now on."""
+    import cupy  # noqa: PLC0415 - there is a GPU
+
+    number = comm.use_gpu()
+    properties = cupy.cuda.runtime.getDeviceProperties(number)
+    name, uuid = properties["name"].decode(), properties["uuid"].hex()
+    return {"number": number, "of": num_gpus()[0], "name": name, "uuid": uuid}
+
+
+def used_gpus(topology: Topology, gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Which GPU each rank uses, and whether ranks of a host share one."""
+    for ranks in topology.hosts:
+        said = ", ".join(
+            f"rank {rank} GPU {gpus[rank]['number']} of {gpus[rank]['of']} ({gpus[rank]['name']})"
+            for rank in ranks
+        )
+        num_used = len({gpus[rank]["uuid"] for rank in ranks})
+        if num_used < len(ranks):
+            shared = f"{len(ranks)} ranks share {num_used} GPU(s), and take turns unless MPS runs"
+            yield slow(f"With comm.use_gpu, {said}: {shared}.")
+        else:
+            yield good(f"With comm.use_gpu, {said}.")
+
+
 def _devices(comm: Communicator) -> list[Finding]:
     """Which ranks read each other's arrays on GPUs, as rank 0 sees it."""
     import cupy  # noqa: PLC0415 - there is a GPU
 
-    number, _ = num_gpus()
-    mates = comm.topology.mates(comm.rank)
-    cupy.cuda.Device(mates.index(comm.rank) % number).use()
     x = cupy.full(1000, comm.rank, np.float32)
     total = float(comm.all_reduce(x)[0])
     if total != comm.size * (comm.size - 1) // 2:

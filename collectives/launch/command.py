@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             drop_in=arguments.drop_in,
             traffic=arguments.traffic,
             check=arguments.check,
+            gpus_per_rank=arguments.gpus_per_rank,
         )
     except MpiNotFound as error:
         parse.exit(2, f"{error}\n")
@@ -51,16 +52,22 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser(
         prog="python -m collectives.launch",
         usage="%(prog)s -n N [--timeout S] [--flight DIR] [--fault-tolerant] "
-        "[--mpi-args ARGS] [--check] [--drop-in [--traffic]] [--] "
+        "[--gpus-per-rank N] [--mpi-args ARGS] [--check] [--drop-in [--traffic]] [--] "
         "(SCRIPT | -m MODULE) [ARGS ...]",
         description="Run a Python script or module on N ranks under this environment's MPI.",
         epilog="Exit status: the job's own (not zero if any rank failed), 124 at the time limit, "
         "2 for a wrong command line or when there is no MPI.",
         allow_abbrev=False,
     )
-    parse.add_argument("-n", metavar="N", type=_ranks, required=True, help="number of ranks")
+    parse.add_argument("-n", metavar="N", type=_number, required=True, help="number of ranks")
     parse.add_argument(
         "--mpi-args", metavar="ARGS", type=_words, default=[], help="more words for mpirun"
+    )
+    parse.add_argument(
+        "--gpus-per-rank",
+        metavar="N",
+        type=_number,
+        help="leave each rank N GPUs of its own in CUDA_VISIBLE_DEVICES; by default all",
     )
     parse.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds")
     parse.add_argument(
@@ -106,9 +113,9 @@ def _dumps(text: str) -> Path:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _ranks(text: str) -> int:
+def _number(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -117,6 +124,9 @@ def _seconds(text: str) -> float:
         if 0 < float(text) < float("inf"):
             return float(text)
     raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
+
+
+_WITH_VALUES = ("-n", "--mpi-args", "--timeout", "--flight", "--gpus-per-rank")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -132,7 +142,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         option = rest.pop(0)
         if option == "--":
             break
-        has_value = option in ("-n", "--mpi-args", "--timeout", "--flight") and rest
+        has_value = option in _WITH_VALUES and rest
         options.append(f"{option}={rest.pop(0)}" if has_value else option)
     return options, rest
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO
 
 from collectives.diagnostics import hang_report
-from collectives.launch import bootstrap, process_monitor
+from collectives.launch import bootstrap, gpus, process_monitor
 from collectives.launch.mpirun import (
     defaults,
     fault_tolerance_args,
@@ -87,6 +87,7 @@ def launch(
     drop_in: bool = False,
     traffic: bool = False,
     check: bool = False,
+    gpus_per_rank: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``python *command`` on ``size`` ranks and wait until the job ends.
 
@@ -108,13 +109,16 @@ def launch(
     program on.  With ``traffic`` too, rank 0 prints what was sent on it and on communicators made
     from it when the program ends.  ``check`` switches on checked mode, as COLLECTIVES_CHECK=1 does.
 
+    With ``gpus_per_rank``, each rank sees only so many GPUs: CUDA_VISIBLE_DEVICES has those of the
+    rank, by its number on the host.  Without it all ranks see the same.
+
     Raises MpiNotFound if no MPI is found, or none that supports the options.
     """
     _check(size, command, timeout, drop_in, traffic)
     directory = None if flight is None else made_directory(flight)
     mpirun = find_mpirun()
     options = fault_tolerance_args(mpirun) if fault_tolerant else ()
-    command = [*[DROP_IN] * drop_in, *[TRAFFIC] * traffic, *command]
+    command = [*gpus.options(gpus_per_rank), *[DROP_IN] * drop_in, *[TRAFFIC] * traffic, *command]
     words = [mpirun.path, "-n", str(size), *options, *mpi_args, *bootstrap.command(command)]
     notes: list[str] = []
     extra = dict(env or {})

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import NoReturn
 
 from collectives.engines import leave_out_networks
-from collectives.launch import bootstrap
+from collectives.launch import bootstrap, gpus
 from collectives.launch.drop_in import DropIn
 
 DROP_IN, TRAFFIC = "--drop-in", "--traffic"  # may precede the program
@@ -29,6 +29,7 @@ def run_rank(command: list[str]) -> None:
 
     `command`: the program, after the options of this file.
     """
+    gpus_per_rank, command = gpus.read_options(command)
     drop_in, command = _drop_in(command)
     leave_out_networks()
     _line_buffer_stdout()
@@ -41,6 +42,7 @@ def run_rank(command: list[str]) -> None:
     bootstrap.report_mpi_init(drop_in.begin)
     sys.argv = ["mpi4py", *command]
     try:
+        _bind_gpus(gpus_per_rank)
         runpy.run_module("mpi4py", run_name="__main__", alter_sys=True)
     except BaseException as error:
         child.status = _status(error)
@@ -94,6 +96,15 @@ class _ForkedChild:
                 with contextlib.suppress(OSError, ValueError):  # it is closed
                     stream.flush()
             os._exit(self.status)
+
+
+def _bind_gpus(gpus_per_rank: int | None) -> None:
+    """Leave this rank its own GPUs; end it with a sentence if that is not possible."""
+    try:
+        if gpus_per_rank is not None:
+            gpus.bind(gpus_per_rank)
+    except gpus.NoGpus as error:
+        raise SystemExit(str(error)) from None
 
 
 def _drop_in(command: list[str]) -> tuple[DropIn, list[str]]:

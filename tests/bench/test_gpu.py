@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import collectives
 from bench import gpu, mps
 from bench.__main__ import parsed
 from bench.docs import measured
@@ -35,7 +36,7 @@ def test_a_cupy_that_is_missing_is_said_in_a_sentence(tmp_path, monkeypatch, cap
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it could not be imported
     assert gpu.main(["--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().out
-    assert said.startswith("make gpu: nothing was run: --device cuda needs CuPy and a GPU: ")
+    assert said.startswith("make gpu: nothing was run: CuPy is not installed")
     assert len(said.splitlines()) == 1
 
 
@@ -47,8 +48,9 @@ def test_a_driver_without_a_gpu_is_an_error_of_the_same_kind(monkeypatch):
             raise RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
 
     monkeypatch.setitem(sys.modules, "cupy", Cupy())
-    with pytest.raises(ValueError, match="needs CuPy and a GPU"):
-        cli.device_namespace("cuda", 0)
+    said = "--device cuda: this rank can use no GPU: CuPy finds no GPU .*no CUDA-capable device"
+    with pytest.raises(ValueError, match=said):
+        collectives.run(lambda comm: cli.device_namespace("cuda", comm), 1)
 
 
 def test_what_fails_does_not_keep_the_others_from_running(tmp_path, monkeypatch, capsys):

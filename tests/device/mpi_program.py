@@ -5,6 +5,7 @@ Its arguments name some of the functions below.  All raise an error for what is 
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import sys
@@ -78,6 +79,18 @@ def calls_again_on_the_same_arrays(comm: Communicator) -> None:
         write(x, np.full(6, float(turn)))
         assert on_host(plan.run())[0] == comm.size * turn
     plan.free()
+
+
+@PROGRAMS.together
+def one_rank_says_that_all_share_a_gpu(comm: Communicator) -> None:
+    said, log = list[str](), logging.Handler()
+    log.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("collectives.devices").addHandler(log)
+    gpu().num_devices = 4
+    comm.all_reduce(on_device(np.ones(3)))
+    gpu().num_devices = 1
+    assert len(said) == (comm.rank == 0), said
+    assert not said or "3 ranks of this host use 1 of the 4 GPUs" in said[0]
 
 
 @PROGRAMS.together

@@ -427,7 +427,7 @@ ALONE["staged_after_all"] = staged_after_all
 def main(kind: str, *names: str) -> None:
     """Run programs, and say so after each."""
     comm = collectives.world()
-    place = PLACES[kind](comm.rank)
+    place = PLACES[kind](comm)
     for name in names:
         (PROGRAMS | ALONE)[name](place, comm)
         place.check()

@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from collectives import Communicator
+
 GARBAGE = 0xCB  # every byte of what is written late, until then
 _CYCLES = 1 << 19  # of the slow kernel: a quarter of a millisecond, or the turn of a process
 _SPIN = """
@@ -27,11 +29,11 @@ class OnCupy:
 
     large, stride, are_kernels = 5_000_011, 1, False
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, comm: Communicator) -> None:
         import cupy
 
         self.cupy = cupy
-        cupy.cuda.Device(rank % cupy.cuda.runtime.getDeviceCount()).use()
+        comm.use_gpu()
         self._spin = cupy.RawKernel(_SPIN, "spin")
         self._bytes_staged = 0
         self._count_what_is_staged()
@@ -103,15 +105,16 @@ class OnCupy:
 
 
 class OnFake:
-    """The fake GPU, which is as late as CUDA allows."""
+    """A fake GPU for each rank, which is as late as CUDA allows."""
 
     large, stride, are_kernels = 50_011, 11, False
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, comm: Communicator) -> None:
         from tests import fake_device, fake_driver
 
         self.fake, self.gpu = fake_device, fake_driver.gpu()
-        self.gpu.reset(seed=rank + 17, queue_length=64)
+        self.gpu.uuid = b"GPU of rank %4d" % comm.rank
+        self.gpu.reset(seed=comm.rank + 17, queue_length=64)
         self.gpu.go_on_alone()
         self.on_host = fake_device.on_host
         self._is_exportable = True

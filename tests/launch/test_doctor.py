@@ -14,7 +14,7 @@ from collectives.doctor import Finding, Level
 from collectives.doctor.__main__ import report
 from collectives.doctor.environment import other_launcher, shared_memory
 from collectives.doctor.findings import good, slow, wrong
-from collectives.doctor.job import alike, link, placed, started
+from collectives.doctor.job import alike, link, placed, started, used_gpus
 from collectives.launch.mpirun import find_mpirun
 from collectives.schedule import Topology
 
@@ -105,3 +105,15 @@ def test_the_verdict_and_the_status_follow_from_the_findings(
 ) -> None:
     assert report(found) == status
     assert capsys.readouterr().out.splitlines()[-1] == last
+
+
+def gpus(*uuids: str) -> list[dict[str, object]]:
+    return [{"number": k, "of": 2, "name": "H200", "uuid": uuid} for k, uuid in enumerate(uuids)]
+
+
+def test_the_gpu_of_each_rank_is_said_and_ranks_that_share_one_are_slow() -> None:
+    own = list(used_gpus(Topology("aab"), gpus("x", "y", "x")))
+    assert levels(own) == [Level.GOOD] * 2
+    assert own[0].sentence.startswith("With comm.use_gpu, rank 0 GPU 0 of 2 (H200), rank 1 GPU 1")
+    (shared,) = used_gpus(Topology("aaa"), gpus("x", "y", "x"))
+    assert shared.level is Level.SLOW and "3 ranks share 2 GPU(s)" in shared.sentence
