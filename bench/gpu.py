@@ -21,7 +21,6 @@ import argparse
 import importlib.util
 import json
 import os
-import shlex
 import subprocess
 import sys
 import time
@@ -127,8 +126,6 @@ def torch_has_cuda() -> bool:
 def steps(no_mpi: str | None) -> Iterator[Step]:
     """All steps that can run here, on two ranks, which may share a GPU."""
     from bench.strategies import KINDS  # noqa: PLC0415 - takes the modules
-    from collectives.diagnostics.mpi_counters import MPIRUN_ARGS  # noqa: PLC0415
-    from collectives.launch.mpirun import find_mpirun  # noqa: PLC0415
 
     for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
         yield Step(TESTS + path.stem.removeprefix("test_"), ["-m", "pytest", str(path)])
@@ -139,11 +136,9 @@ def steps(no_mpi: str | None) -> Iterator[Step]:
         yield Step("collectives", launch + words, "-J")
         if torch_has_cuda():
             yield Step("torch", ["-m", "bench", "torch", *TORCH.split()], "-J")
-    if no_mpi is None and find_mpirun().vendor == "openmpi":
-        launch += ["--mpi-args", shlex.join(MPIRUN_ARGS)]  # its counters observe
     layouts = {name: words.split() for name, words in LAYOUTS.items()}
     for name, options in ({kind.name: kind.words for kind in KINDS} | layouts).items():
-        words = ["-m", "parallel.train", *MODEL.split(), *options]
+        words = ["-m", "parallel.train", *MODEL.split(), "--no-monitor", *options]
         prefix = launch + words if no_mpi is None else [*words, "--threads", "2"]
         yield Step("train " + name.replace(",", ""), prefix, "--json")
 

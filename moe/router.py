@@ -99,7 +99,7 @@ class Router:
             raise ValueError(
                 f"{self.name} routes by tokens of the text: they must be in Step.tokens"
             )
-        return on_host(step.tokens)
+        return step.on_host(step.tokens)
 
     def _whole_rows(self, seen: Any, step: Step) -> Any:
         """Return what decides the routing of whole rows, (rows, context, numbers)."""

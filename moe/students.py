@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 import collectives
 from moe.layer import MixtureOfExperts
 from parallel import PredictedCall
@@ -240,7 +242,7 @@ def check_same_shape(teacher: Shape, student: Shape) -> None:
 class Divergence(NamedTuple):
     """The sum over rows, and the derivatives by the student's logits, (rows, classes)."""
 
-    total: float
+    total: Array  # a number in float64, on the device of the logits
     slopes: Array
 
 
@@ -260,8 +262,8 @@ def divergence(teacher: Array, student: Array, region: Whole | None) -> Divergen
     powers = xp.exp(t), xp.exp(s)
     along = (*powers, powers[0] * (t - s))
     sums = added(xp.stack([xp.sum(x, axis=-1) for x in along]), "sum", region)
-    total = xp.sum(sums[2] / sums[0] - xp.log(sums[0]) + xp.log(sums[1]))
-    return Divergence(float(total), powers[1] / sums[1][:, None] - powers[0] / sums[0][:, None])
+    total = xp.sum(sums[2] / sums[0] - xp.log(sums[0]) + xp.log(sums[1])).astype(np.float64)
+    return Divergence(total, powers[1] / sums[1][:, None] - powers[0] / sums[0][:, None])
 
 
 def added(x: Array, op: str, region: Whole | None) -> Array:

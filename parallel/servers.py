@@ -109,7 +109,7 @@ class SyncParameterServer(Trainer):
 
     def reduce_norm(self, action: Action) -> None:
         """Set `squares` to the server's sum; broadcast it if the loss scale depends on it."""
-        found = np.array([self.own_squares()], np.float64)
+        found = np.array([float(self.own_squares())])
         if self.loss_scale.is_dynamic:
             comm = self.comm_of(AXES)
             comm.broadcast(found, root=SERVER, out=found, algorithm="linear")
@@ -311,7 +311,7 @@ class AsyncParameterServer(Trainer):
             comm.send(np.array([loss, self.loss_scale.value]), SERVER)
             transfer(comm.send, self.gradients, SERVER)
         if self.loss_scale.is_dynamic:
-            squares = sum(map(sum_of_squares, self.gradients.values()))
+            squares = float(sum(map(sum_of_squares, self.gradients.values())))
             self.num_skipped += not self.update_loss_scale(squares)
         return loss
 

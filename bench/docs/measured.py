@@ -12,6 +12,7 @@ from bench.case import CALL, FRESH, NATIVE, NATIVE_FRESH, PLAN
 from bench.docs.devices import device_table, short
 from bench.docs.provenance import note
 from bench.docs.sections import table
+from bench.docs.steps_before import MILLISECONDS
 from bench.goals import PAIR
 from bench.report import times_faster
 from bench.sizes import text
@@ -81,9 +82,10 @@ def gpu_section(path: str) -> str:
     sizes = [text(row["size"]) for row in next(iter(collectives.values()))]
     heads = [head for size in sizes for head in (f"{size}: best", "call")]
     rows = [[name, *gpu_cells(found)] for name, found in collectives.items()]
-    heads_trained = ["sent: predicted", "recorded", "observed", "first loss", "last", "ms a step"]
+    heads_trained = ["sent: predicted", "recorded", "first loss", "last", "ms a step", "before"]
     rows_trained = [
-        [name.removeprefix("train "), *training_cells(found)] for name, found in trained.items()
+        [kind, *training_cells(found), str(MILLISECONDS.get(kind, ""))]
+        for kind, found in ((name.removeprefix("train "), found) for name, found in trained.items())
     ]
     where = f"CuPy {facts['cupy']}, one {facts['gpu']} for {first['ranks']} ranks"
     said = note(facts, [where, first["mpi"]])
@@ -109,12 +111,11 @@ def gpu_cells(summary: Sequence[Result]) -> Iterator[str]:
 
 
 def training_cells(found: dict[str, Any]) -> Iterator[str]:
-    """The bytes of a run by all three counts, its losses, and the time of a step."""
+    """The bytes of a run as predicted and recorded, its losses, and the time of a step."""
     rows = found["traffic"]["rows"]
     alone = [row for row in rows if not row["collective"].startswith("(")]  # that is no sum of rows
-    for who, counted in (("predicted", alone), ("recorded", alone), ("observed", rows)):
-        counts = [row[who]["bytes"] for row in counted if row[who] is not None]
-        yield f"{sum(counts):,}" if counts else "n/a"
+    for who in ("predicted", "recorded"):
+        yield f"{sum(row[who]['bytes'] for row in alone):,}"
     yield from (f"{found['losses'][place]:.4f}" for place in (0, -1))
     yield f"{found['seconds_per_step'] * 1e3:.1f}"
 

@@ -64,6 +64,11 @@ def on_host(array: Array) -> np.ndarray[Any, Any]:
     return host
 
 
+def mean_of(total: Array, num: int) -> Array:
+    """Return a sum divided by `num`, in float64: a number that stays on its device."""
+    return total.astype(np.float64) / num
+
+
 def flatten_rows(x: Array) -> Array:
     """Return `x` (..., n) as (rows, n)."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])

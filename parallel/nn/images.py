@@ -103,7 +103,7 @@ class PatchEmbedding(Layer):
 
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         self.check_shape(x.shape[1:])
-        check_classes("pixel", x.reshape(-1), PIXELS)
+        check_classes("pixel", step.on_host(x), PIXELS)
         y, _ = self.linear.forward(self._patches(x, self.value["weight"].dtype), step)
         return (y + self.value["position"] if self.has_positions else y), x
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from parallel.accounts.calls import PredictedCall
 from parallel.nn.cache import KeyValues
-from parallel.nn.functional import Array
+from parallel.nn.functional import Array, on_host
 from parallel.placement import Placement, Shape
 
 
@@ -166,7 +166,8 @@ class Step:
     targets: Array = None  # the right classes of this micro-batch, int64 (rows, context)
     total: int = 1  # how many targets the batch of all ranks has
     micro_batch: int = 0
-    positions: Array = None  # of this rank's tokens in a row, int64 (context,); None: from 0 on
+    # Of this rank's tokens in a row, int64 (context,), in host memory; None: from 0 on.
+    positions: np.ndarray[Any, np.dtype[np.int64]] | None = None
     context: int = 0  # the number of tokens in a whole row, which ranks may divide
     loss_scale: float = 1.0  # the factor of the loss
     track: Callable[[Any], object] = id  # called with arrays that backward computes again
@@ -180,11 +181,21 @@ class Step:
     numbers: Array = None  # of the tokens in the batch, int64, in an expert that gets some of them
     pass_turn: Callable[[], object] = dict  # lets another micro-batch compute until it waits itself
     cache: KeyValues | None = None  # of attention, if these tokens follow others of the same rows
+    copied: Mapping[int, np.ndarray[Any, Any]] = field(default_factory=dict)  # see `on_host`
 
     @property
     def length(self) -> int:
         """The number of tokens of each row of this micro-batch, those of other ranks included."""
         return int((self.tokens if self.targets is None else self.targets).shape[-1])
+
+    def on_host(self, x: Array) -> np.ndarray[Any, Any]:
+        """Return `x`, the tokens or targets, in host memory, without waiting for a device.
+
+        `copied` has the arrays from which they were copied, by their ``id``; another array on a
+        device is waited for.
+        """
+        found = self.copied.get(id(x))
+        return on_host(x) if found is None else found
 
     @contextmanager
     def numbered(self, numbers: Array) -> Iterator[None]:

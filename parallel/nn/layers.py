@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from typing import Any, ClassVar
 
+import numpy as np
+
 from parallel.nn.functional import (
     Array,
     cast,
     causal_softmax,
     flatten_rows,
     matmul,
+    mean_of,
     namespace_of,
     one_hot,
     sum_rows,
@@ -49,13 +52,14 @@ class Embedding(Layer):
         self.check(x, step)
         xp = namespace_of(x)
         rows = xp.take(self.value["token"], xp.reshape(x, (-1,)), axis=0)
-        positions = self.value["position"][positions_of(step, x.shape[1])]
-        return xp.reshape(rows, (*x.shape, self.dim)) + positions, (x, step.positions)
+        at = positions_of(step, x)
+        vectors = xp.reshape(rows, (*x.shape, self.dim)) + self.value["position"][at]
+        return vectors, (x, at)
 
     def check(self, x: Array, step: Step) -> None:
         """Raise ValueError unless there are positions for all tokens, and all are known."""
         self.check_length(max(x.shape[1], step.context))
-        check_classes("token", x.reshape(-1), self.vocab_size)
+        check_classes("token", step.on_host(x), self.vocab_size)
 
     def check_length(self, length: int) -> None:
         """Raise ValueError unless there are positions for `length` tokens of a row."""
@@ -70,14 +74,13 @@ class Embedding(Layer):
         return None, (*saved, dy)
 
     def backward_weight(self, rest: Any) -> None:
-        tokens, positions, dy = rest
+        tokens, at, dy = rest
         # A product with a one-hot matrix adds in one fixed order, on a GPU too, and is part of the
         # array API; a scattered addition is neither.
         xp = namespace_of(dy)
         selected = self._selected(tokens, dy.dtype)
         self.gradient["token"] += matmul(selected.T, flatten_rows(dy))
         over_batch = xp.sum(upcast(dy), axis=0)
-        at = slice(dy.shape[1]) if positions is None else positions
         self.gradient["position"][at] += cast(over_batch, dy.dtype)
 
     def _selected(self, tokens: Array, dtype: Any) -> Array:
@@ -89,9 +92,9 @@ class Embedding(Layer):
         return Activations(0, vectors, rest=vectors.nbytes, is_dy_in_rest=True)
 
 
-def positions_of(step: Step, length: int) -> Any:
-    """Return the index of the positions of `length` tokens of a row."""
-    return slice(length) if step.positions is None else step.positions
+def positions_of(step: Step, x: Array) -> Any:
+    """Return the index of the positions of the tokens `x` (rows, length), on their device."""
+    return slice(x.shape[1]) if step.positions is None else namespace_of(x).asarray(step.positions)
 
 
 def flat_matrix(weight: Array) -> Array:
@@ -358,14 +361,14 @@ class CrossEntropy(Layer):
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         xp = namespace_of(x)
         flat, targets = upcast(flatten_rows(x)), xp.reshape(step.targets, (-1,))
-        check_classes("target", targets, flat.shape[-1])
+        check_classes("target", step.on_host(step.targets), flat.shape[-1])
         shifted = flat - xp.max(flat, axis=-1, keepdims=True)
         powers = xp.exp(shifted)
         sums = xp.sum(powers, axis=-1, keepdims=True)
         truth = one_hot(targets, flat.shape[-1], flat.dtype)
         loss = xp.sum(xp.log(sums) - xp.sum(chosen(truth, shifted), axis=-1, keepdims=True))
         dlogits = (powers / sums - truth) * (step.loss_scale / step.total)
-        return float(loss) / step.total, cast(dlogits, x.dtype).reshape(x.shape)
+        return mean_of(loss, step.total), cast(dlogits, x.dtype).reshape(x.shape)
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         """Return the derivative by the logits; `dy` is a number, 1 if the loss comes last."""
@@ -383,9 +386,8 @@ def chosen(truth: Array, values: Array) -> Array:
     return xp.where(truth == 1, values, xp.zeros_like(values))
 
 
-def check_classes(what: str, classes: Array, num_classes: int) -> None:
+def check_classes(what: str, classes: np.ndarray[Any, Any], num_classes: int) -> None:
     """Raise ValueError unless all `classes`, integers, are at least 0 and below `num_classes`."""
-    xp = namespace_of(classes)
-    for extreme in (xp.min, xp.max) if classes.shape[0] else ():
+    for extreme in (np.min, np.max) if classes.size else ():
         if not 0 <= (found := float(extreme(classes))) < num_classes:
             raise ValueError(f"a {what} is {found:.0f}: there are classes 0 to {num_classes - 1}")

@@ -40,8 +40,8 @@ class MicroBatches:
 
     Attributes
     ----------
-    loss : float
-        This rank's part of the loss of the step.
+    loss : float or array
+        This rank's part of the loss of the step: a number, which is on the device of the model.
     used_layers : set of str
         Those of which backward has run in this step.
     num_recomputed : int
@@ -56,7 +56,8 @@ class MicroBatches:
     def __init__(self, state: State, place: Place, overlap: Overlap, turns: Turns) -> None:
         self.state, self.model, self.stages = state, state.model, state.stages
         self.place, self.overlap, self.turns = place, overlap, turns
-        self.loss, self.num_recomputed = 0.0, 0
+        self.loss: Array = 0.0
+        self.num_recomputed = 0
         self.used_layers: set[str] = set()
         self.events: list[Event] = []
         is_asynchronous = state.stages.schedule.is_asynchronous
@@ -91,16 +92,18 @@ class MicroBatches:
         positions = state.positions_of(context, state.place)
         if positions is not None:
             inputs, targets = inputs[:, positions], targets[:, positions]
-            positions = state.xp.asarray(positions)
         for k in range(state.recipe.num_micro_batches):
             rows = span(len(inputs), state.recipe.num_micro_batches, k)
-            self._entering["F", 0, k] = tokens = state.xp.asarray(inputs[rows])
+            on_host = inputs[rows], targets[rows]
+            tokens, classes = map(state.xp.asarray, on_host)
+            self._entering["F", 0, k] = tokens
             self._steps[k] = Step(
-                state.xp.asarray(targets[rows]), totals[k], k, positions=positions,
+                classes, totals[k], k, positions=positions,
                 context=context, loss_scale=scale, track=self._track,
                 pass_turn=self.turns.pass_on,
                 is_reference=self.overlap.is_reference, add_wait=self.overlap.add,
-                tokens=tokens, batch=self._rows(self._total // context, k, number, tokens.shape[0]),
+                tokens=tokens, copied={id(tokens): on_host[0], id(classes): on_host[1]},
+                batch=self._rows(self._total // context, k, number, tokens.shape[0]),
             )  # fmt: skip
 
     def _rows(self, num_rows: int, k: int, number: int, mine: int) -> BatchRows | None:
@@ -135,7 +138,7 @@ class MicroBatches:
         if name in self._active[number]:
             x = self._forward(name, x, number)
         if name == self._last_layer:
-            if not isinstance(x, float):
+            if getattr(x, "ndim", 0):
                 raise ValueError(f"the last layer is {name}: to be trained, it must be a loss")
             self._add_loss(number, x)
         else:
@@ -143,7 +146,7 @@ class MicroBatches:
                 self._add_loss(number)  # that of its layers: the last one may be elsewhere
             self._entering["F", action.stage + is_end, number] = x
 
-    def _add_loss(self, number: int, loss: float = 0.0) -> None:
+    def _add_loss(self, number: int, loss: Array = 0.0) -> None:
         """Add the losses of a micro-batch: that of the last layer, and those of others so far."""
         step = self._steps[number]
         self.loss += (loss + sum(step.losses)) * step.total / self._total

@@ -313,7 +313,7 @@ class Trainer(State):
         """
         self.begin(inputs, targets, total)
         self.run(action for action in self.actions if action.kind in ("F", "B", "I", "W"))
-        self.loss = self.micro_batches.loss
+        self.loss = float(self.micro_batches.loss)
         return self.loss
 
     def begin(self, inputs: Tokens, targets: Tokens, total: int) -> None:
@@ -432,15 +432,21 @@ class Trainer(State):
         self.unused_units = set(self.unit_sizes).difference(*units)
 
     def reduce_loss(self, action: Action) -> None:
-        """Add up `loss` along the axes of an `action`.  Raise MissingGradient as `step` does."""
-        numbers = [self.micro_batches.loss * self._share, sum(self.absent_layers())]
+        """Add up `loss` along the axes of an `action`.  Raise MissingGradient as `step` does.
+
+        Here the host waits for the device.
+        """
+        numbers = [float(self.micro_batches.loss) * self._share, sum(self.absent_layers())]
         self.loss, num_absent = self.all_reduce_scalars(action.axes, numbers)
         if num_absent:
             self.raise_missing_gradient()
 
     def reduce_norm(self, action: Action) -> None:
-        """Set `squares` to that of the scaled gradient, along the axes of an `action`."""
-        (self.squares,) = self.all_reduce_scalars(action.axes, [self.own_squares()])
+        """Set `squares` to that of the scaled gradient, along the axes of an `action`.
+
+        Here the host waits for the device.
+        """
+        (self.squares,) = self.all_reduce_scalars(action.axes, [float(self.own_squares())])
 
     def sum_counts(self, action: Action) -> None:
         """Let layers use what those of all ranks along the axes of an `action` have counted."""
@@ -452,15 +458,16 @@ class Trainer(State):
         for name, each in zip(own, split(counts, map(len, own.values())), strict=True):
             self.model.counting_layers[name].end_step(each)
 
-    def own_squares(self) -> float:
-        """Return the sum of squares of the scaled gradients that this rank updates by.
+    def own_squares(self) -> Array:
+        """Return the sum of squares of the scaled gradients that this rank updates by, a number.
 
         Of ranks that update the same part of a parameter, although others divide the model along
         their axis, the first one counts it.
         """
         if not self.is_divided:
             return sum(map(sum_of_squares, self.gradient_shards.values()))
-        total, axes = 0.0, self.model.split_axes
+        total: Array = 0.0
+        axes = self.model.split_axes
         for unit, x in self.gradient_shards.items():
             for piece in pieces_of(self.model.boxes(unit), self.shard_slice(unit)):
                 if self.is_first_copy(unit, piece.name, axes):
@@ -633,7 +640,7 @@ class Trainer(State):
         )
 
 
-def sum_of_squares(x: Array) -> float:
-    """Return the sum of the squares of a flat array's elements, computed in float64."""
+def sum_of_squares(x: Array) -> Array:
+    """Return the sum of the squares of a flat array's elements, in float64, on its device."""
     wide = (piece.astype(np.float64) for (piece,) in pieces(x))
-    return sum((float(piece @ piece) for piece in wide), 0.0)
+    return sum((piece @ piece for piece in wide), 0.0)

@@ -66,7 +66,8 @@ def quantize(x: Array, block: int = BLOCK, bits: int = 8) -> Array:
     with np.errstate(over="ignore"):
         blocks.reshape(-1)[:n] = x
     scales = scales_of(blocks, STEPS[bits])
-    blocks[xp.isnan(scales)] = 0  # no integer is a NaN: the scale is
+    # No integer is a NaN: the scale is.  (To assign by a mask, the host waits for a device.)
+    blocks = xp.where(xp.isnan(scales)[:, None], xp.zeros((), dtype=np.float32), blocks)
     blocks /= xp.where(scales > 0, scales, xp.ones_like(scales))[:, None]
     packed = xp.empty(quantized_bytes(n, block, bits), dtype=np.uint8)
     elements = xp.rint(blocks, out=blocks).reshape(-1)[:n]

@@ -16,8 +16,8 @@ from moe.gates import GATES
 from parallel import Mesh
 from parallel.nn import Model, Step
 from tests.moe.experts import CONTEXT, ROWS, Setup
+from tests.parallel.fake_arrays import FAKE, bare, crossed
 from tests.parallel.split_layers import bound_by_name
-from tests.parallel.test_offload import FAKE, bare, crossed
 
 SIZE = 4
 FORMS: dict[str, dict[str, Any]] = {

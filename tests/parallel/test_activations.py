@@ -25,20 +25,9 @@ from parallel.places import OFFLOADED, READ, TO_DEVICE, TO_HOST, WRITTEN, Place
 from parallel.presets import RECOMPUTE
 from parallel.rank_report import RankReport
 from parallel.runtime.memory import activations_of
+from tests.parallel.fake_arrays import FAKE, bare, crossed
 from tests.parallel.test_memory import numpys
-from tests.parallel.test_offload import (
-    CONTEXT,
-    FAKE,
-    ROWS,
-    STEPS,
-    Make,
-    bare,
-    batch,
-    bits,
-    crossed,
-    places,
-    serial,
-)
+from tests.parallel.test_offload import CONTEXT, ROWS, STEPS, Make, batch, bits, places, serial
 from tests.parallel.training import ddp, zero3
 
 

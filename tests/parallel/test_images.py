@@ -20,9 +20,9 @@ from parallel.nn.images import (
     mask_of_windows,
 )
 from parallel.optim import DTYPES, dtype_of
+from tests.parallel.fake_arrays import FAKE, bare, crossed
 from tests.parallel.models import Values, alone, check_gradients
 from tests.parallel.split_layers import check_halves
-from tests.parallel.test_offload import FAKE, bare, crossed
 
 GRID = Grid(4, 6)
 WIDE = {"float64": 1e-12, "float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}
@@ -141,9 +141,9 @@ def test_a_device_gives_the_same_bits(case: Case) -> None:
         layer = case.make()
         values = {key: xp.asarray(x) for key, x in drawn(layer).items()}
         layer.bind(values, {key: xp.zeros_like(x) for key, x in values.items()})
-        x, dy = xp.asarray(case.input()), xp.asarray(case.slope())
+        x, dy = xp.asarray(on_host := case.input()), xp.asarray(case.slope())
         crossed().clear()
-        y, saved = layer.forward(x, Step())
+        y, saved = layer.forward(x, Step(copied={id(x): on_host}))
         dx = layer.backward(dy, saved)
         assert crossed()["get"] == 0
         found.append([y, *([] if dx is None else [dx]), *layer.gradient.values()])

@@ -15,9 +15,9 @@ from collectives import Communicator
 from parallel import MemoryTracker, Mesh, Recipe, TrafficTable, Trainer
 from parallel.nn import ArraySpec, Model, Step, gpt
 from parallel.optim import dtype_of
+from tests.parallel.fake_arrays import FAKE
 from tests.parallel.models import Bound, Values
 from tests.parallel.split_layers import bound_by_name, near
-from tests.parallel.test_offload import FAKE
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden": 6, "num_heads": 3, "context": 5}
 ROWS, LENGTH = 3, 5

@@ -6,7 +6,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from parallel.nn.functional import Array, cast, flatten_rows, namespace_of, one_hot, upcast
+from parallel.nn.functional import (
+    Array,
+    cast,
+    flatten_rows,
+    mean_of,
+    namespace_of,
+    one_hot,
+    upcast,
+)
 from parallel.nn.layer import Activations, ArraySpec, LayerTraffic, ParameterSpec, Step
 from parallel.nn.layers import CrossEntropy, Embedding, check_classes, chosen, positions_of
 from parallel.nn.tensor.linear import with_splits
@@ -36,10 +44,11 @@ class VocabularyEmbedding(Embedding):
         else:
             rows = xp.zeros((x.size, self.dim), dtype=table.dtype)
         vectors = self.region.g(xp.reshape(rows, (*x.shape, self.dim)))
-        positions = self.value["position"][positions_of(step, x.shape[1])]
+        at = positions_of(step, x)
+        positions = self.value["position"][at]
         if vectors.shape[1] < x.shape[1]:
             positions = positions[self.region.part(x.shape[1])]
-        return vectors + positions, (x, step.positions)
+        return vectors + positions, (x, at)
 
     def _local(self, x: Array) -> tuple[Array, Array]:
         """Return for each token the nearest vector of this rank, and whether it is the token's.
@@ -51,8 +60,8 @@ class VocabularyEmbedding(Embedding):
         return nearest - part.start, nearest == x
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
-        tokens, positions = saved
-        return None, (tokens, positions, self.region.g_backward(dy, tokens.shape[1]))
+        tokens, at = saved
+        return None, (tokens, at, self.region.g_backward(dy, tokens.shape[1]))
 
     def _selected(self, tokens: Array, dtype: Any) -> Array:
         index, is_mine = self._local(tokens)
@@ -88,7 +97,7 @@ class VocabularyCrossEntropy(CrossEntropy):
     def forward(self, x: Array, step: Step) -> tuple[Array, Any]:
         xp, region = namespace_of(x), self.region
         flat, targets = upcast(flatten_rows(x)), xp.reshape(step.targets, (-1,))
-        check_classes("target", targets, self.num_classes)
+        check_classes("target", step.on_host(step.targets), self.num_classes)
         options: dict[str, Any] = {"algorithm": region.algorithm}
         largest = xp.full((flat.shape[0], 1), -math.inf, dtype=flat.dtype)
         if flat.shape[1]:
@@ -102,7 +111,7 @@ class VocabularyCrossEntropy(CrossEntropy):
         sums, own = region.comm.all_reduce(each, out=each, **options)
         loss = xp.sum(xp.log(sums) - own)
         dlogits = (powers / sums[:, None] - truth) * (step.loss_scale / step.total)
-        return float(loss) / step.total, cast(dlogits, x.dtype).reshape(x.shape)
+        return mean_of(loss, step.total), cast(dlogits, x.dtype).reshape(x.shape)
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         wide, rows = replace(x, width=max(x.width, 4)), math.prod(x.shape[:-1])
