@@ -165,7 +165,7 @@ class Exchange(NamedTuple):
         return decode(encode(rows, self.payload), self.payload, rows.shape[1], rows.dtype)
 
 
-def slopes_of(weights: Values, dy: Array, sent: Sent) -> Values:
+def slopes_of(weights: Values, dy: Array, sent: Sent) -> Array:
     """Return the derivatives by the `weights`; `dy` is that by the sum of what was returned."""
     assert sent.returned is not None, "forward had weights"
     return slopes(sent.parts, sent.returned, dy, weights)

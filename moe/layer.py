@@ -27,7 +27,6 @@ from parallel.nn import (
     Sequential,
     Step,
     cast,
-    namespace_of,
 )
 from parallel.nn.dropout import token_numbers
 from parallel.nn.functional import upcast
@@ -216,7 +215,7 @@ class MixtureOfExperts(Layer):
         slopes, routed, step = dy.reshape(saved.tokens.shape), saved.routed, saved.step
         dx, dweights, rest = self.way.backward(slopes, routed.weights, saved.of_way, step, half)
         loss_weight = step.loss_scale / num_tokens(step, saved.shape[1])
-        dlogits = namespace_of(dy).asarray(self.router.backward(routed, dweights, loss_weight))
+        dlogits = self.router.backward(routed, dweights, loss_weight)
         if self.gate.has_router:
             dx += dlogits @ upcast(self.value["router"]).T
         return cast(dx, dy.dtype).reshape(saved.shape), dlogits, rest

@@ -13,8 +13,9 @@ import numpy as np
 import collectives
 from moe.gates import Gate, Gated
 from moe.routing import Integers, Routing, Values
+from moe.rows import scattered
 from parallel import Mesh, PredictedCall
-from parallel.nn import Array, ArraySpec, Step, cast, context_positions, on_host
+from parallel.nn import Array, ArraySpec, Step, cast, context_positions, namespace_of, on_host
 from parallel.nn.functional import upcast
 from parallel.nn.tensor.region import gathered
 
@@ -127,15 +128,16 @@ class Router:
         num_tokens = max(1, routed.gated.routing.num_tokens)
         return routed.gated.loss * len(routed.own) / num_tokens
 
-    def backward(self, routed: Routed, dweights: Values, loss_weight: float) -> Values:
+    def backward(self, routed: Routed, dweights: Array, loss_weight: float) -> Array:
         """Return the derivative by this rank's logits, (tokens, experts); see `Gate.backward`.
 
-        `dweights` are those by the weights of the entries of ``routed.routing``.
+        `dweights` are those by the weights of the entries of ``routed.routing``; the result is on
+        their device.
         """
-        whole = np.zeros_like(routed.gated.weights)
-        whole[routed.entries] = dweights
+        weights, xp = routed.gated.weights, namespace_of(dweights)
+        whole = scattered(dweights, routed.entries, len(weights), weights.dtype)
         dlogits = self.gate.backward(routed.gated, whole, loss_weight)
-        return dlogits if self.num_parts == 1 else dlogits[routed.own]
+        return dlogits if self.num_parts == 1 else dlogits[xp.asarray(routed.own)]
 
     def add_gradient(self, gradient: Array, tokens: Array, dlogits: Array) -> None:
         """Add the derivative by the parameters to `gradient`."""

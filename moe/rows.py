@@ -15,7 +15,7 @@ import numpy as np
 from moe import kernels
 from moe.dispatch import Part, distinct_order, stable_order
 from moe.routing import Integers, Values
-from parallel.nn import Array, cast, namespace_of, new_array, on_host
+from parallel.nn import Array, cast, namespace_of, new_array
 from parallel.nn.functional import upcast
 from parallel.placement import length
 
@@ -147,18 +147,26 @@ def combined(parts: Sequence[Part], rows: Array, weights: Values | None, like: A
     return out
 
 
-def slopes(parts: Sequence[Part], rows: Array, dy: Array, weights: Values) -> Values:
+def slopes(parts: Sequence[Part], rows: Array, dy: Array, weights: Values) -> Array:
     """Return the derivatives by the `weights`: of each entry, its row times its token's `dy`.
 
-    `rows` are what `combined` has added up, and `dy` (tokens, dim) the derivative by its result.
+    `rows` are what `combined` has added up, and `dy` (tokens, dim) the derivative by its result, on
+    whose device the derivatives are.
     """
-    xp, found, of_all = namespace_of(dy), np.zeros_like(weights), Entries.of(parts)
+    xp, of_all = namespace_of(dy), Entries.of(parts)
     products = xp.empty(len(of_all.entry), dtype=upcast(dy[:0]).dtype)
     for block in blocks(len(of_all.entry), dy):
         mine = upcast(xp.take(rows, xp.asarray(of_all.place[block]), axis=0))
         other = upcast(xp.take(dy, xp.asarray(of_all.token[block]), axis=0))
         products[block] = xp.sum(mine * other, axis=-1)
-    found[of_all.entry] = on_host(products)
+    return scattered(products, of_all.entry, weights.shape[0], weights.dtype)
+
+
+def scattered(values: Array, index: Integers, size: int, dtype: Any) -> Array:
+    """Return an array with `values` at these different places, and 0 elsewhere, on their device."""
+    xp = namespace_of(values)
+    found = xp.zeros(size, dtype=dtype)
+    found[xp.asarray(index)] = values
     return found
 
 
@@ -195,6 +203,14 @@ class Sums(NamedTuple):
         """Return those of rows that are added to the sums of these ascending `number`s."""
         ends = np.cumsum(np.bincount(number, minlength=num_sums))
         return cls(row, np.concatenate([[0], ends]))
+
+
+def sums_of(values: Array, number: Integers, num_sums: int) -> Array:
+    """Return the sums, in float64, of the values of each `number`, in their order."""
+    order = stable_order(number, num_sums)
+    out = new_array((num_sums, 1), values, np.float64)
+    add_up(values.reshape(-1, 1), Sums.of(order, number[order], num_sums), None, out)
+    return out.reshape(-1)
 
 
 def add_up(rows: Array, sums: Sums, factors: Array | None, out: Array) -> None:

@@ -21,6 +21,8 @@ from moe.gates.selections import (
     top_k,
 )
 from moe.routing import Integers, Routing, Values, joined, slots_of
+from moe.rows import scattered, sums_of
+from parallel.nn import Array, namespace_of
 
 
 class Gated(NamedTuple):
@@ -47,7 +49,8 @@ class Gated(NamedTuple):
 class Gate:
     """How tokens choose experts, or experts tokens; `moe.gates.named` has those of the literature.
 
-    A gate works in host memory, because the choices are needed there to send tokens.
+    A gate works in host memory, because the choices are needed there to send tokens; `backward`
+    works on the device of the derivatives.
 
     Attributes
     ----------
@@ -269,30 +272,32 @@ class Gate:
         found: Values = np.bincount(routing.token, chosen, routing.num_tokens).astype(scores.dtype)
         return found + TINY
 
-    def backward(self, gated: Gated, dweights: Values, loss_weight: float = 0.0) -> Values:
+    def backward(self, gated: Gated, dweights: Array, loss_weight: float = 0.0) -> Array:
         """Return the derivative of the whole loss by the logits, (tokens, experts).
 
         `dweights` (entries,) is that by the weights; `gated` is what `forward` returned, whose
         `loss` is in the whole loss `loss_weight` times.
         """
-        (scores, slopes), routing = gated.saved, gated.routing
+        xp = namespace_of(dweights)
+        scores, slopes = map(xp.asarray, gated.saved)
         dscores = loss_weight * slopes[1]
         if self.has_router:
-            dscores = dscores + self._weights_backward(routing, scores, dweights)
-        result: Values = self.scores.backward(scores, dscores) + loss_weight * slopes[0]
-        return result
+            dscores = dscores + self._weights_backward(gated.routing, gated.saved[0], dweights)
+        return self.scores.backward(scores, dscores) + loss_weight * slopes[0]
 
-    def _weights_backward(self, routing: Routing, scores: Values, dweights: Values) -> Values:
-        """Return the derivative by the scores."""
-        slopes = np.where(routing.is_dropped, 0, dweights) * self.scale
+    def _weights_backward(self, routing: Routing, scores: Values, dweights: Array) -> Array:
+        """Return the derivative by the `scores`, which are on the host."""
+        xp, token = namespace_of(dweights), routing.token
+        zero = xp.zeros((), dtype=dweights.dtype)
+        slopes = xp.where(xp.asarray(routing.is_dropped), zero, dweights) * self.scale
         if self.is_normalized:
-            totals = self._totals(routing, scores)
-            chosen = scores[routing.token, routing.expert]
-            along = np.bincount(routing.token, slopes * chosen, routing.num_tokens)
-            slopes = (slopes - (along / totals)[routing.token]) / totals[routing.token]
-        dscores = np.zeros_like(scores)
-        dscores[routing.token, routing.expert] = slopes  # a pair occurs once
-        return dscores
+            of_token = self._totals(routing, scores)
+            totals, of_entry = xp.asarray(of_token), xp.asarray(of_token[token])
+            chosen = xp.asarray(scores[token, routing.expert])
+            along = sums_of(slopes * chosen, token, routing.num_tokens)
+            slopes = (slopes - (along / totals)[xp.asarray(token)]) / of_entry
+        places = token * self.num_experts + routing.expert  # each occurs once
+        return scattered(slopes, places, scores.size, scores.dtype).reshape(scores.shape)
 
     def next_bias(self, bias: Values, choices: Integers) -> Values:
         """Return the biases after a step in which tokens made these `choices` of each expert.

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moe.routing import Values
+from parallel.nn import Array, namespace_of
 
 TINY = 1e-30
 """Added to sums of scores before dividing by them: all sigmoids of a token may round to 0.
@@ -19,11 +20,11 @@ DeepSeek-V3 adds 1e-20.  Sums of sigmoids of logits above -50 do not change in f
 class Scores(NamedTuple):
     """A function of logits (..., experts), and its derivative.
 
-    `backward` is called with the scores and the derivative by them.
+    `backward` is called with the scores and the derivative by them, on any device.
     """
 
     forward: Callable[[Values], Values]
-    backward: Callable[[Values, Values], Values]
+    backward: Callable[[Array, Array], Array]
 
     def __repr__(self) -> str:
         return f"Scores({self.forward.__name__})"  # without addresses, which differ between ranks
@@ -36,10 +37,10 @@ def softmax(logits: Values) -> Values:
     return result
 
 
-def softmax_backward(scores: Values, dscores: Values) -> Values:
+def softmax_backward(scores: Array, dscores: Array) -> Array:
     """Return the derivative by the logits."""
-    result: Values = scores * (dscores - (scores * dscores).sum(axis=-1, keepdims=True))
-    return result
+    along = namespace_of(scores).sum(scores * dscores, axis=-1, keepdims=True)
+    return scores * (dscores - along)
 
 
 def sigmoid(logits: Values) -> Values:
@@ -49,10 +50,9 @@ def sigmoid(logits: Values) -> Values:
     return result
 
 
-def sigmoid_backward(scores: Values, dscores: Values) -> Values:
+def sigmoid_backward(scores: Array, dscores: Array) -> Array:
     """Return the derivative by the logits."""
-    result: Values = dscores * scores * (1 - scores)
-    return result
+    return dscores * scores * (1 - scores)
 
 
 SOFTMAX = Scores(softmax, softmax_backward)

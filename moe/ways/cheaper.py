@@ -94,7 +94,7 @@ class Cheaper(Way):
 
     def backward(
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
-    ) -> tuple[Array, Values, Any]:
+    ) -> tuple[Array, Array, Any]:
         dx, dweights, rests = saved.way.backward(dy, weights, saved.inner, step, half)
         return dx, dweights, (saved.way, rests)
 

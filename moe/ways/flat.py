@@ -54,7 +54,7 @@ class Flat(Way):
 
     def backward(
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
-    ) -> tuple[Array, Values, Any]:
+    ) -> tuple[Array, Array, Any]:
         def compute(rows: Received, out: Rows, part: Part, kept: Any) -> Any:
             return self.experts.backward(rows, out, part, kept, half)
 

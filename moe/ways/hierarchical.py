@@ -21,7 +21,7 @@ from moe.exchange import Exchange, Sent
 from moe.experts import Experts, Half
 from moe.payload import form_of
 from moe.routing import Integers, Routing, Values, slots_of
-from moe.rows import Received, Rows
+from moe.rows import Received, Rows, scattered
 from moe.ways.flat import INTEGER, Flat
 from moe.ways.options import Options
 from moe.ways.team import Team
@@ -198,21 +198,21 @@ class Hierarchical(Way):
 
     def backward(
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
-    ) -> tuple[Array, Values, Any]:
-        of_entries = np.empty_like(saved.weights)
+    ) -> tuple[Array, Array, Any]:
+        of_entries: list[Array] = []
 
         def compute(rows: Received, out: Rows, part: Part, kept: Any) -> Any:
-            dx, of_entries[:], rests = self.inner.backward(
+            dx, dweights, rests = self.inner.backward(
                 rows.joined(), saved.weights, kept, step, half
             )
+            of_entries.append(dweights)
             out.set(cast(dx, out.own.dtype))
             return rests
 
         dx, rests = self.outer.backward(dy, None, saved.sent, step, compute)
         back = SentReceived(saved.counts.received, saved.counts.sent)
-        dweights = np.zeros_like(weights)
-        dweights[saved.entry] = exchanged(of_entries, back, self.between.comm, "weights")
-        return dx, dweights, rests
+        returned = exchanged(of_entries[0], back, self.between.comm, "weights")
+        return dx, scattered(returned, saved.entry, len(weights), weights.dtype), rests
 
     def backward_weight(self, rests: Any) -> None:
         for each in rests:

@@ -75,7 +75,7 @@ class Way(ABC):
     @abstractmethod
     def backward(
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
-    ) -> tuple[Array, Values, Any]:
+    ) -> tuple[Array, Array, Any]:
         """Return the derivatives by the tokens and the weights, and what `backward_weight` needs.
 
         `dy` is that by the output; `weights`, `step` and `saved` are those of `forward`.

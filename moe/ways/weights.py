@@ -69,7 +69,7 @@ class GatheredWeights(Way):
 
     def backward(
         self, dy: Array, weights: Values, saved: Any, step: Step, half: Half
-    ) -> tuple[Array, Values, Any]:
+    ) -> tuple[Array, Array, Any]:
         def compute(rows: Received, out: Rows, part: Part, kept: Any) -> Any:
             with self._bound(values, gradients):
                 return self.all.backward(rows, out, part, kept, both_halves)

@@ -19,15 +19,14 @@ from tests.parallel.fake_arrays import FAKE, bare, waits
 
 LOSS = {"Trainer.reduce_loss": STEPS}
 NORM = {"Trainer.reduce_norm": STEPS}
-# The choices of experts are made on the host, from logits; forward and backward of each layer.
-EXPERTS = dict.fromkeys(["Router._seen", "slopes"], STEPS * MICRO_BATCHES)
+EXPERTS = {"Router._seen": STEPS * MICRO_BATCHES}  # the host chooses experts by logits
 OTHERS: dict[str, dict[str, int]] = {
     "server-async": {"Trainer.compute": STEPS},  # the loss of a worker
     "clip": LOSS | NORM,
     "float16": LOSS | NORM,
     "zero3, host": LOSS | {"Place.copy_here": 3 * STEPS},  # the gradients of three units
     **dict.fromkeys([*GATES, "hierarchical", "weights", "cheaper", "capacity"], LOSS | EXPERTS),
-    "hash": LOSS | {"slopes": EXPERTS["slopes"]},  # which chooses by tokens
+    "hash": LOSS,  # which chooses by tokens
 }
 
 
