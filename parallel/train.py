@@ -464,9 +464,12 @@ class Training:
             layer.expected = found
 
     def times_of_ranks(self, comm: Communicator) -> list[RankTimes]:
-        """Return the times of all ranks in the last step of a pipeline, on rank 0; else none."""
+        """Return the times of all ranks in the last step of a pipeline, on rank 0; else none.
+
+        None on a device, whose work the host only enqueues.
+        """
         mesh = self.strategy.mesh
-        if mesh.axes.get("pipe", 1) == 1:
+        if mesh.axes.get("pipe", 1) == 1 or not self.strategy.is_on_host:
             return []
         events = gather_json(comm, self.strategy.micro_batches.events) or []
         each = [[Event(*event) for event in of_rank] for of_rank in events]

@@ -125,8 +125,11 @@ class Trainer(State):
     takes_turns : bool
         Whether each of these goes on while the other waits: if the model is in host memory, and MPI
         can be called from one thread after another.  Otherwise their layers follow each other.
+    is_on_host : bool
+        Whether the model is in host memory, so that the host can time what it does.
     overlap : Overlap
-        The time for which this rank waited, with and without computation at the same time.
+        The time for which this rank waited, with and without computation at the same time; none if
+        the model is on a device.
 
     Examples
     --------
@@ -164,7 +167,8 @@ class Trainer(State):
         self.num_updates = self.num_skipped = self.num_batches = self.steps_alone = 0
         self.next_step = 0
         self.overlap, self.turns = Overlap(), Turns(self._record)
-        self.takes_turns = self.xp is numpy_namespace and may_change_threads()
+        self.is_on_host = self.xp is numpy_namespace
+        self.takes_turns = self.is_on_host and may_change_threads()
         self.activations = recipe.offload_activations(self.rank, self.xp)
         self.micro_batches = MicroBatches(self, self.activations, self.overlap, self.turns)
         self.loss = self.squares = 0.0  # of this step, and of its gradient if `needs_norm`
@@ -322,7 +326,8 @@ class Trainer(State):
         `inputs`, `targets` and `total` are those of `step`.
         """
         self.check_batch(total // targets.shape[1], targets.shape[1], inputs.shape[1:])
-        self.overlap.begin()
+        if self.is_on_host:
+            self.overlap.begin()
         self.loss, self.squares = 0.0, 0.0
         self.num_batches += 1
         self._zero_gradients()

@@ -56,6 +56,18 @@ def test_another_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert others.total() == num_norms * STEPS * MICRO_BATCHES
 
 
+@pytest.mark.parametrize(("name", "what"), [("pipe", "bubble"), ("zero3", "hidden")])
+def test_the_host_takes_no_times_of_a_device(
+    name: str, what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It only enqueues what the device does later."""
+    trained(name, "--steps", "3")
+    assert what in capsys.readouterr().out
+    monkeypatch.setattr(presets, "device_namespace", lambda device, comm: FAKE)
+    trained(name, "--steps", "3")
+    assert what not in capsys.readouterr().out
+
+
 def test_what_waits_is_counted() -> None:
     """Numbers and truth values, contents, and masks; what computes does not."""
     x = FAKE.asarray(np.arange(4.0))
