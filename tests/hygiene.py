@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 import pytest
 
-from collectives.engines.staging import PinnedMemory
+from collectives.engines.staging import MessageBuffers
 from collectives.engines.threads import ThreadTransport, World
 from collectives.engines.transport import Execution
 from collectives.runtime.session import FREED, Session
@@ -47,7 +47,7 @@ class Made:
         afterwards(World, "__init__", lambda world, _: self.worlds.append(world))
         afterwards(ThreadTransport, "__init__", lambda made, _: self.transports.append(made))
         afterwards(Session, "__init__", lambda session, _: self.sessions.append(session))
-        afterwards(PinnedMemory, "buffer", lambda _, buffer: self._note(buffer))
+        afterwards(MessageBuffers, "buffer", lambda _, buffer: self._note(buffer))
 
     def _note(self, buffer: np.ndarray) -> None:
         """Remember the memory itself; what is handed out are views of it."""

@@ -27,7 +27,7 @@ PUBLIC = {"collectives", "collectives.export", "collectives.simulation"}
 PROGRAMS = {"parallel.train": {"moe"}}  # commands, which may use what is built on their package
 USERS_OF_MPI = {
     *("engines.mpi", "engines.mpi_errors", "engines.compiled"),
-    *("communicator.entry", "torch.launched", "doctor.job"),
+    *("communicator.entry", "torch.launched", "doctor.exchange", "doctor.job"),
 }
 
 

@@ -4,7 +4,8 @@ Arrays are NumPy or CuPy arrays of any dtype without Python objects; all ranks o
 same kind.  They are divided and joined along axis 0, whose entries are called rows.  Without `out`
 the result is a new array of the input's kind.  The input is not modified unless it is also `out`,
 for a call in place.  Ranks of one host read each other's CuPy arrays directly where that works;
-other messages of CuPy arrays are staged in page-locked host memory, and combined on the GPU.
+other messages of CuPy arrays are staged in page-locked host memory, or sent by MPI from the memory
+of the GPU.  They are combined on the GPU.
 
 Each combination of two float16 or bfloat16 values is computed in float32 and rounded once to the
 array's dtype, so these dtypes are also sent and stored.  An average is divided in float32 and

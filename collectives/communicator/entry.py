@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from collectives.arrays import validation
 from collectives.communicator.communicator import Communicator
+from collectives.communicator.probing import refuse_unless_probed
 from collectives.devices import DEVICE_MODES, DeviceMode
 from collectives.diagnostics import FlightRecorder
 from collectives.engines import (
@@ -43,10 +44,10 @@ def world(
 
     - `progress`: None or "thread", see `wrap`.
     - `check`: None, False, True or "finite", see `wrap`.
-    - `device`: "auto", "peer" or "staged", see `wrap`.
+    - `device`: "auto", "peer", "direct" or "staged", see `wrap`.
 
-    Raises ImportError, which says what to install, if mpi4py finds no MPI library, and ValueError
-    for another `progress`, `check` or `device`.
+    Raises ImportError, which says what to install, if mpi4py finds no MPI library, ValueError for
+    another `progress`, `check` or `device`, and CollectiveError as `wrap` does.
     """
     mode, way = mode_of(check), device_mode_of(device)
     made = _world(progress, mode, way)
@@ -99,11 +100,14 @@ def wrap(
     - `device`: how arrays on GPUs are sent, the same on all ranks.  With "auto", ranks of a host
       read each other's GPU memory where that works, which the first such call finds out; all other
       messages are staged in host memory.  With "peer" a rank refuses a call on GPUs that would be
-      staged, with a CollectiveError that says why.  With "staged" all are staged.
+      staged, with a CollectiveError that says why.  With "direct", MPI sends those other messages
+      from GPU memory, and receives them into it.  A job of two ranks on each host first finds out
+      whether it can, which takes some seconds once in a process.  With "staged" all are staged.
 
     Returns a `Communicator`.  Raises TypeError or ValueError for an invalid argument, RuntimeError
-    if `progress="thread"` and MPI was started without MPI_THREAD_MULTIPLE, and `CollectiveTimeout`
-    if not all ranks call it in time.
+    if `progress="thread"` and MPI was started without MPI_THREAD_MULTIPLE, `CollectiveTimeout` if
+    not all ranks call it in time, and CollectiveError on all ranks if with `device="direct"` the
+    job on some host fails.
     """
     from mpi4py import MPI  # noqa: PLC0415
 
@@ -144,6 +148,8 @@ def adopt(
     made = Communicator(
         Session(transport, timeout, thread=thread, check=mode, topology=hosts, device=device)
     )
+    if device == "direct":
+        refuse_unless_probed(made, timeout)
     for action in _followers:
         action(made)
     return made
@@ -197,7 +203,7 @@ def run(
     - `timeout`: seconds for all of it; None: no limit.
     - `check`: None, False, True or "finite", see `wrap`.
     - `topology`: the hosts on which the ranks are supposed to be; None: all are on one host.
-    - `device`: "auto", "peer" or "staged", see `wrap`.
+    - `device`: "auto", "peer" or "staged", see `wrap`.  "direct" needs MPI.
 
     Returns a list of each rank's result, in the order of the ranks.  Raises the error of the rank
     that failed first, `CollectiveMismatch` as soon as the ranks are deadlocked (unless `fn` lets
@@ -205,6 +211,8 @@ def run(
     """
     mode, limit, num_ranks = mode_of(check), validation.seconds(timeout), _num_ranks(size)
     way = device_mode_of(device)
+    if way == "direct":
+        raise ValueError("device='direct' needs MPI, without which run() lets threads be ranks")
     if not callable(fn):
         raise TypeError(f"fn must be a function of a communicator, not {fn!r}")
     if topology is not None:

@@ -11,6 +11,7 @@ from weakref import ReferenceType, ref
 
 from collectives.arrays import Backend, jit
 from collectives.devices.call import DeviceCall
+from collectives.devices.direct import DirectMemory
 from collectives.devices.driver import Driver, DriverError
 from collectives.devices.drivers import driver_of
 from collectives.devices.execution import OnDevice, not_staged
@@ -24,15 +25,16 @@ from collectives.engines import Enqueued, Execution, Operands, Transport
 from collectives.errors import CollectiveError
 from collectives.programs import OwnCounts, Program
 
-DeviceMode = Literal["auto", "peer", "staged"]
-DEVICE_MODES: tuple[DeviceMode, ...] = ("auto", "peer", "staged")
+DeviceMode = Literal["auto", "peer", "direct", "staged"]
+DEVICE_MODES: tuple[DeviceMode, ...] = ("auto", "peer", "direct", "staged")
 
 
 class Devices:
     """The calls of one rank of a communicator on devices.
 
     `mode`: "auto": ranks of one host read each other's memory where they can.  "peer": a call that
-    cannot do so is refused.  "staged": all messages go through host memory.  `turns`: of the calls.
+    cannot do so is refused.  "direct": as "auto", but MPI sends all other messages from memory of
+    devices.  "staged": all messages go through host memory.  `turns`: of the calls.
     """
 
     _order: Order | None = None  # of the calls
@@ -47,6 +49,8 @@ class Devices:
         limit: Callable[[], float | None],
     ) -> None:
         self._transport, self.mode = transport, mode
+        if mode == "direct":
+            transport.message_memory = DirectMemory
         self._when_failed, self._limit = when_failed, limit
         self._links: Links | None = None
         self._lock = threading.RLock()  # threads may send at the same time
@@ -132,7 +136,7 @@ class Devices:
     def is_neighbour(self, rank: int) -> bool:
         """Whether this rank and another one are known to read each other's memory."""
         if self._links is not None and self._links.staged is not None:
-            return rank != self._transport.rank and self._links.is_direct(rank)
+            return rank != self._transport.rank and self._links.is_peer(rank)
         return rank in self._inherited
 
     def connect(self, backend: Backend) -> None:
@@ -233,32 +237,37 @@ class Devices:
         links, board = self._links, self._transport.board
         if backend.is_host:
             return ""
+        is_direct = self._transport.message_memory(backend).link == "direct"
         if why := self._why_always_staged() or board.why_no_area:
-            return f"all staged in host memory: {why}"
+            way = "sent by MPI from device memory" if is_direct else "staged in host memory"
+            return f"all {way}: {why}"
         if links is None or links.staged is None:
             return "not known before the first call on devices"
         others = [rank for rank in range(self._transport.size) if rank != board.rank]
-        direct = [str(rank) for rank in others if links.is_direct(rank)]
-        texts = [f"memory of rank {', '.join(direct)} is read directly"] if direct else []
+        peers = [str(rank) for rank in others if links.is_peer(rank)]
+        texts = [f"memory of rank {', '.join(peers)} is read directly"] if peers else []
+        way = "sent device memory by MPI" if is_direct else "staged"
         texts += [
-            f"rank {rank} is staged: {links.why.get(rank) or 'it is on another host'}"
+            f"rank {rank} is {way}: {links.why.get(rank) or 'it is on another host'}"
             for rank in others
-            if str(rank) not in direct
+            if str(rank) not in peers
         ]
         pairs = sum(board.rank not in pair for pair in links.staged)
         if not links.staged and links.can_try_kernels and links.why_no_kernels is not None:
             why = links.why_no_kernels
             texts.append(f"calls are not kernels: {why}" if why else "a kernel runs a whole call")
         if pairs:
-            texts.append(f"{pairs} pair(s) of other ranks are staged")
+            texts.append(f"{pairs} pair(s) of other ranks are {way}")
         if links.why_last_staged:
-            texts.append(f"the last call that was staged: {links.why_last_staged}")
+            what = "of which MPI carried all messages" if is_direct else "that was staged"
+            texts.append(f"the last call {what}: {links.why_last_staged}")
         return "; ".join(texts)
 
     def _links_for(self, backend: Backend) -> Links:
         with self._lock:
             if self._links is None:
-                self._links = Links(self._transport.board, backend, driver_of(backend))
+                board, link = self._transport.board, self._transport.message_memory(backend).link
+                self._links = Links(board, backend, driver_of(backend), link)
             return self._links
 
     def free(self) -> None:

@@ -319,7 +319,7 @@ class OnDevice:
 
     def link(self, rank: int) -> str:
         """See `Execution.link`."""
-        return "staged" if self._is_staged else self._links.link(rank)
+        return self._links.by_mpi if self._is_staged else self._links.link(rank)
 
     @property
     def device_row(self) -> str:

@@ -62,20 +62,20 @@ class Links:
     """The links of one rank of a communicator, for one device.
 
     `staged`: the pairs of ranks of this host that cannot read each other's memory; None until all
-    have agreed.  `why`: for other ranks, why this one cannot read their memory.  `why_last_staged`:
-    why the last call that was staged was.  `why_lost`: why this rank does not know what the others
-    may have agreed on, so that it stages all calls; "" if it does.  `why_no_kernels`: why
-    kernels of the ranks cannot wait for each other, as far as this rank knows; "" if they can; None
-    until that was tried.  `counters`: the memory of all ranks' counters for kernels, as it is seen
-    from this process.
+    have agreed.  `by_mpi`: the link of their messages, as of those between hosts.  `why`: for other
+    ranks, why this one cannot read their memory.  `why_last_staged`: why the last call that was
+    staged was.  `why_lost`: why this rank does not know what the others may have agreed on, so that
+    it stages all calls; "" if it does.  `why_no_kernels`: why kernels of the ranks cannot wait for
+    each other, as far as this rank knows; "" if they can; None until that was tried.  `counters`:
+    the memory of all ranks' counters for kernels, as it is seen from this process.
     """
 
     why_last_staged = why_lost = ""
     why_no_kernels: str | None = None
     _counters: Allocation | None = None
 
-    def __init__(self, board: Board, backend: Backend, driver: Driver) -> None:
-        self.board, self.backend, self.driver = board, backend, driver
+    def __init__(self, board: Board, backend: Backend, driver: Driver, by_mpi: str) -> None:
+        self.board, self.backend, self.driver, self.by_mpi = board, backend, driver, by_mpi
         self.process, self.exports = PROCESS, Exports(driver)
         self._openings = openings_of(driver)
         self.user = next(_users)
@@ -113,7 +113,7 @@ class Links:
             self._counters = counters_of(self.driver, len(self.board.parts))
         return self._counters
 
-    def is_direct(self, rank: int) -> bool:
+    def is_peer(self, rank: int) -> bool:
         """Whether this rank and another one can read each other's memory."""
         pair = min(rank, self.board.rank), max(rank, self.board.rank)
         is_local = self.board.parts[rank] is not None
@@ -121,15 +121,15 @@ class Links:
 
     def link(self, rank: int) -> str:
         """How the messages of this rank reach another one; see `Row.link` of ledgers."""
-        if not self.is_direct(rank):
-            return "staged"
+        if not self.is_peer(rank):
+            return self.by_mpi
         return "thread" if self.is_of_one_process else "peer"
 
     @property
     def why_any_staged(self) -> str:
         """Why some pair of ranks is staged; "" if none is."""
         others = (rank for rank in range(len(self.board.parts)) if rank != self.board.rank)
-        staged = next((rank for rank in others if not self.is_direct(rank)), None)
+        staged = next((rank for rank in others if not self.is_peer(rank)), None)
         if staged is not None:
             return f"rank {staged} is staged: {self.why.get(staged) or 'it is on another host'}"
         return "another pair of ranks is staged" if self.staged else ""
@@ -237,7 +237,7 @@ class Proposal:
                 if self._rank == meeting.ranks[0] and not links.is_of_one_process:
                     tell_of_sharing(links.uuids, self._driver.num_devices())
             for rank in meeting.ranks:
-                if rank != self._rank and not links.why[rank] and not links.is_direct(rank):
+                if rank != self._rank and not links.why[rank] and not links.is_peer(rank):
                     links.why[rank] = f"rank {rank} cannot read the memory of rank {self._rank}"
             links.why_no_kernels = yield from self._try_kernels(meeting)
         except BaseException:

@@ -21,7 +21,7 @@ from collectives.devices.table import Table, rises_of, table_of
 from collectives.devices.watch import Watch
 from collectives.devices.watched import Watched
 from collectives.diagnostics import Waiting
-from collectives.engines import PinnedMemory, Transport
+from collectives.engines import MessageBuffers, Transport
 from collectives.lowering import Counter, DeviceProgram, Spans
 from collectives.programs import BUFFERS, Aliasing
 
@@ -49,10 +49,13 @@ class Placed:
         self._transport, self._links, self._call, self._loop = transport, links, call, loop
         self._backend, self._driver = backend, links.driver
         self._tables: dict[Any, Table | KernelTable] = {}  # the last one, by what it depends on
-        self._pinned = PinnedMemory(backend)
+        self._buffers = self._new_buffers()
         self._on_host: HostRows | None = None
         self._first_row = 0  # of the operations
         self.table: Table | KernelTable
+
+    def _new_buffers(self) -> MessageBuffers:
+        return MessageBuffers(self._transport.message_memory(self._backend))
 
     # Addresses
 
@@ -60,7 +63,7 @@ class Placed:
         """Return where the buffers of all ranks start.  Raises DriverError."""
         starts = np.zeros((self._transport.size, len(BUFFERS)), np.int64)
         for rank, record in records.items():
-            if rank == self._transport.rank or self._links.is_direct(rank):
+            if rank == self._transport.rank or self._links.is_peer(rank):
                 starts[rank] = [self._links.address(record, k) for k in range(len(BUFFERS))]
         return starts.reshape(-1)
 
@@ -153,7 +156,7 @@ class Placed:
         if self._on_host is None:
             messages = self._transport.messages(tag)
             self._on_host = HostRows(
-                *(self._driver, messages, self._loop, self._pinned, self._watch.check)
+                *(self._driver, messages, self._loop, self._buffers, self._watch.check)
             )
             yield from self._on_host.post_receives(watched.operations)
         yield from self._on_host.run(at, watched.operations[at], watched.rows, watched.meeting.word)
@@ -188,9 +191,9 @@ class Placed:
 
     def detach(self) -> None:
         """Release the memory for messages, when the device has read it."""
-        if self._pinned.is_used:
-            self._loop.order.keep(self._pinned)
-            self._pinned = PinnedMemory(self._backend)
+        if self._buffers.is_used:
+            self._loop.order.keep(self._buffers)
+            self._buffers = self._new_buffers()
 
     def end(self) -> None:
         """Let others use the memory of the meeting, when the device does not use it any more."""

@@ -6,34 +6,36 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from collectives.devices.driver import Driver
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Wait, Waits
 from collectives.devices.row_format import TARGET, VALUE, Words
 from collectives.devices.streams import EVENTS, STREAMS
 from collectives.diagnostics import Waiting
-from collectives.engines import Messages, PinnedMemory
+from collectives.engines import MessageBuffers, Messages
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 
 SEND, RECEIVE = DeviceKind.SEND, DeviceKind.RECEIVE
+_COPIES = {  # to a message, and from one, by the link
+    "staged": ("cuMemcpyDtoHAsync_v2", "cuMemcpyHtoDAsync_v2"),
+    "direct": ("cuMemcpyDtoDAsync_v2", "cuMemcpyDtoDAsync_v2"),
+}
 _OF_A_COPY = 2  # operations on the stream: the copy, and its event
 
 
 class _Leaving(NamedTuple):
-    """A message that is sent when its copy in host memory is complete: when an event is."""
+    """A message that is sent when the copy of its data is complete: when an event is."""
 
     row: int
     peer: int
-    host: Any
+    data: Any
     event: int
 
 
 class HostRows:
     """Runs the rows of one call that need the host.
 
-    `loop`: knows the stream.  `memory`: for messages.  `check`: raises the error of a failure.
+    `loop`: knows the stream.  `buffers`: for messages.  `check`: raises the error of a failure.
     """
 
     def __init__(
@@ -41,12 +43,13 @@ class HostRows:
         driver: Driver,
         messages: Messages,
         loop: Loop,
-        memory: PinnedMemory,
+        buffers: MessageBuffers,
         check: Callable[[], object],
     ) -> None:
         self._driver, self._messages, self._loop = driver, messages, loop
-        self._memory, self._check = memory, check
-        self._buffers: dict[int, Any] = {}
+        self._buffers, self._check = buffers, check
+        self._copy_to, self._copy_from = _COPIES[buffers.memory.link]
+        self._data: dict[int, Any] = {}
         self._leaving = deque[_Leaving]()
         self._sent: list[int] = []
 
@@ -57,10 +60,9 @@ class HostRows:
             yield Wait(lambda: order.has_ended, list, is_at_work=True)
         for row, operation in enumerate(operations):
             if operation.kind in (SEND, RECEIVE):  # while it may wait for all streams
-                size_only = np.broadcast_to(np.uint8(0), operation.size)
-                self._buffers[row] = self._memory.buffer(row, size_only)
+                self._data[row] = self._buffers.buffer(row, operation.size)
             if operation.kind == RECEIVE and operation.counter is not None:
-                self._messages.receive(row, operation.counter.writer, self._buffers[row])
+                self._messages.receive(row, operation.counter.writer, self._data[row])
 
     def run(
         self, row: int, operation: DeviceOperation, rows: Words, word_of: Callable[[Counter], Any]
@@ -70,7 +72,7 @@ class HostRows:
         assert counter is not None
         if operation.kind == SEND:
             yield from self._make_room()
-            self._copy_to_host(row, operation, int(rows[row, TARGET + 1]))
+            self._copy_to_message(row, operation, int(rows[row, TARGET + 1]))
             return
         yield from self._send_all()
         if operation.kind == RECEIVE:
@@ -96,17 +98,17 @@ class HostRows:
         event = EVENTS.of(self._driver, word.ctypes.data, operation.value)
         self._driver.call("cuStreamWaitEvent", self._loop.stream, event, 0)
 
-    def _copy_to_host(self, row: int, operation: DeviceOperation, source: int) -> None:
-        """Let the device copy a message to the host, after which it is sent."""
+    def _copy_to_message(self, row: int, operation: DeviceOperation, source: int) -> None:
+        """Let the device copy the data of a message, after which it is sent."""
         assert operation.counter is not None
-        host, stream = self._buffers[row], self._loop.stream
+        data, stream = self._data[row], self._loop.stream
         self._loop.order.count(_OF_A_COPY)
         if operation.size:
-            arguments = host.ctypes.data, source, operation.size, stream
-            self._driver.call("cuMemcpyDtoHAsync_v2", *arguments)
+            arguments = data.ctypes.data, source, operation.size, stream
+            self._driver.call(self._copy_to, *arguments)
         event = STREAMS.borrow_event(self._driver)
         self._driver.call("cuEventRecord", event, stream)
-        self._leaving.append(_Leaving(row, operation.counter.reader, host, event))
+        self._leaving.append(_Leaving(row, operation.counter.reader, data, event))
 
     def _make_room(self) -> Waits:
         """Wait until the stream has room for a copy; else the driver would."""
@@ -132,23 +134,23 @@ class HostRows:
         """Send what is copied, in order."""
         while self._leaving and self._is_copied():
             self._check()  # or ranks of other hosts would take void data for theirs
-            row, peer, host, event = self._leaving.popleft()
+            row, peer, data, event = self._leaving.popleft()
             STREAMS.give_back_event(self._driver, event)
-            self._messages.send(row, peer, host)
+            self._messages.send(row, peer, data)
             self._sent.append(row)
 
     def _receive(self, row: int, operation: DeviceOperation, target: int) -> Waits:
-        """Receive, and copy to the device."""
+        """Receive, and let the device copy the data."""
         while not self._messages.test(range(row, row + 1), 1):
             yield None
         yield from self._make_room()
         if operation.size:
             self._loop.order.count(1)
-            arguments = target, self._buffers[row].ctypes.data, operation.size, self._loop.stream
-            self._driver.call("cuMemcpyHtoDAsync_v2", *arguments)
+            arguments = target, self._data[row].ctypes.data, operation.size, self._loop.stream
+            self._driver.call(self._copy_from, *arguments)
 
     def finish(self) -> Waits:
-        """Wait until all that was sent has left the host memory."""
+        """Wait until MPI has taken all that was sent from the buffers."""
         yield from self._send_all()
         for row in self._sent:
             while not self._messages.test(range(row, row + 1), 0):
@@ -156,7 +158,7 @@ class HostRows:
 
     def progress(self) -> bool:
         """Send what is copied, and let MPI move messages; return whether any is under way."""
-        if not self._buffers:
+        if not self._data:
             return False
         self._send_copied()
         self._messages.note_completed()

@@ -39,7 +39,7 @@ class Allocation:
 _idle: dict[Driver, list[Allocation]] = {}
 _used = set[Allocation]()
 
-_LOCK = threading.Lock()
+_LOCK = threading.RLock()  # memory may be given back when Python frees objects
 
 
 class Shadow:

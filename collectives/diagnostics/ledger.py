@@ -59,8 +59,8 @@ class Row(NamedTuple):
     that sent it (see `Communicator.split`), "" if it has none.  `off_host`: whether these ranks are
     on different hosts.  `link`: "host": it was sent from an array in host memory.  "peer",
     "thread": a device of another process or thread has read it from the memory of a device.
-    "staged": it was copied from a device to host memory, and sent from there.  "": the call was not
-    complete.
+    "direct": MPI has sent it from the memory of a device.  "staged": it was copied from a device to
+    host memory, and sent from there.  "": the call was not complete.
     """
 
     phase: str

@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
+from collectives.doctor.device_pointers import best_way, device_pointers
 from collectives.doctor.environment import environment
 from collectives.doctor.findings import Finding, Level, good, verdict, wrong
 from collectives.doctor.job import job, started
@@ -19,13 +20,14 @@ _SECONDS = 60.0  # for the job of two ranks
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Report; the exit status."""
-    parser().parse_args(arguments)
+    if parser().parse_args(arguments).device_pointers:
+        return report([device_pointers()])
     if started() is not None:
         found = job()
         return 0 if found is None else report(found)
     found = list(environment())
     if all(finding.level is not Level.WRONG for finding in found):
-        found += _job_of_two()
+        found += [*_job_of_two(), best_way()]
     return report(found)
 
 
@@ -56,6 +58,12 @@ def parser() -> argparse.ArgumentParser:
     """The parser of the command line."""
     parse = argparse.ArgumentParser("python -m collectives.doctor", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
+    parse.add_argument(
+        "--device-pointers",
+        action="store_true",
+        help="only say whether MPI takes addresses of GPU memory, as device='direct' needs; it is "
+        "started without more options",
+    )
     return parse
 
 

@@ -6,21 +6,23 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 import collectives
-from collectives.arrays import num_gpus
+from collectives.arrays import Array, num_gpus
 from collectives.communicator import Communicator
 from collectives.doctor.environment import num_cores
 from collectives.doctor.findings import Finding, good, slow, wrong
+from collectives.errors import CollectiveError
 from collectives.schedule import Topology
 
 # Where launchers say how many ranks they started.
 _SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 _SECONDS = 30.0  # for each wait
+_PROBE_SECONDS = 120.0  # for the jobs that find out whether MPI takes addresses of device memory
 _SMALL, _LARGE = 8, 2**20  # bytes of the messages that are timed
 _SLOW_LATENCY = 50e-6  # seconds; more is unusual between ranks that share memory
 
@@ -172,7 +174,33 @@ def _devices(comm: Communicator) -> list[Finding]:
         return [wrong("An all-reduce of arrays on GPUs has a wrong result.")]
     links = comm.explain("all_reduce", x).links
     said = f"Arrays on GPUs, from rank 0: {links or 'there is no other rank'}."
-    return [slow(said) if "staged" in links else good(said)]
+    found = [slow(said) if "staged" in links else good(said)]
+    if comm.topology.num_hosts > 1:
+        found.append(between_hosts(cupy.asarray, cupy.asnumpy))
+    return found
+
+
+def between_hosts(
+    to_device: Callable[[np.ndarray[Any, Any]], Array],
+    to_host: Callable[[Array], np.ndarray[Any, Any]],
+) -> Finding:
+    """Whether MPI sends arrays of devices between the hosts of this job, as device='direct' does.
+
+    `to_device` and `to_host`: copy an array.
+    """
+    from mpi4py import MPI  # noqa: PLC0415 - this is under MPI
+
+    try:
+        comm = collectives.wrap(MPI.COMM_WORLD, device="direct", timeout=_PROBE_SECONDS)
+    except CollectiveError as error:
+        return good(f"Arrays on GPUs are staged between hosts: {error}.")
+    wanted = comm.size * (comm.size - 1) // 2
+    for size in (_SMALL, _LARGE):
+        total = comm.all_reduce(to_device(np.full(size, comm.rank, np.int64)), algorithm="ring")
+        if (to_host(total) != wanted).any():
+            return wrong("With device='direct' an all-reduce of arrays on GPUs has a wrong result.")
+    comm.free()
+    return good("device='direct' works: MPI sends arrays on GPUs between these hosts.")
 
 
 # The links

@@ -1,7 +1,7 @@
 """Engines: how the rows of a program run and how messages travel; no collective, no algorithm.
 
 `executor` and `compiled` run programs over MPI; `interpreter` serves threads and operators written
-in Python; `staging` sends the data of GPUs through host memory.
+in Python; `staging` sends the data of GPUs through memory that MPI takes.
 """
 
 from collectives.engines.board import (
@@ -21,12 +21,13 @@ from collectives.engines.host_memory import BUFFER as BUFFER_RECORD
 from collectives.engines.host_memory import NUM_BOXES, NUM_SLOTS, HostMemory
 from collectives.engines.networks import leave_out_networks
 from collectives.engines.progress import ProgressThread, shared_progress_thread
-from collectives.engines.staging import PinnedMemory, Staged
+from collectives.engines.staging import MessageBuffers, PageLockedMemory, Staged
 from collectives.engines.threads import ThreadTransport, run_threads
 from collectives.engines.transport import (
     Action,
     Enqueued,
     Execution,
+    MessageMemory,
     Messages,
     Operands,
     PendingCall,
@@ -57,10 +58,12 @@ __all__ = [
     "Execution",
     "Failure",
     "HostMemory",
+    "MessageBuffers",
+    "MessageMemory",
     "Messages",
     "Operands",
+    "PageLockedMemory",
     "PendingCall",
-    "PinnedMemory",
     "ProgressThread",
     "Reusable",
     "Staged",

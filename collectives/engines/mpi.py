@@ -18,7 +18,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from collectives.arrays import Bytes, jit
+from collectives.arrays import Backend, Bytes, jit
 from collectives.diagnostics import Counters, FlightRecorder, Waiting
 from collectives.engines import compiled
 from collectives.engines.board import Board
@@ -33,9 +33,10 @@ from collectives.engines.mpi_errors import (
     translate_message_error,
 )
 from collectives.engines.progress import calls_in_progress
-from collectives.engines.staging import Staged
+from collectives.engines.staging import PageLockedMemory, Staged
 from collectives.engines.transport import (
     Execution,
+    MessageMemory,
     Operands,
     PendingCall,
     Transport,
@@ -90,6 +91,7 @@ class MpiTransport:
         _num_alike[members] += 1
         self.identity = members, _num_alike[members]
         self.log = _flight.log(*self.identity)
+        self.message_memory: Callable[[Backend], MessageMemory] = PageLockedMemory
         self.use_host(host or Host(None, {}, "the memory of the host is not shared"))
 
     def use_host(self, host: Host) -> None:

@@ -1,7 +1,8 @@
-"""Runs programs on device memory; messages are staged in page-locked host memory.
+"""Runs programs on device memory; messages are staged in memory that MPI takes.
 
-MPI never receives a device pointer, so every MPI works.  Copies to the host, messages and copies to
-the device overlap: the host waits for none of them while it can go on with another one.
+That is page-locked host memory, which every MPI takes, or other memory of the device.  Copies to
+it, messages and copies from it overlap: the host waits for none of them while it can go on with
+another one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from collectives.arrays import Array, Backend, Bytes, Event, Stream
 from collectives.engines.interpreter import Interpreted
-from collectives.engines.transport import Operands, Transport, poll_until
+from collectives.engines.transport import MessageMemory, Operands, Transport, poll_until
 from collectives.programs import Program, Row
 
 _BUFFERS_EACH = 2  # of a slot: one may be filled while the device still reads the other one
@@ -24,8 +25,22 @@ _MOST_IDLE = 16  # pairs of streams that are kept for later calls
 _SECONDS_TO_END = 1.0  # that the device has when a call has failed
 
 
+class PageLockedMemory:
+    """Page-locked host memory for messages; see `MessageMemory`."""
+
+    link = "staged"
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self.copy_to, self.copy_from = backend.to_host, backend.to_device
+
+    def new(self, num_bytes: int) -> Bytes:
+        """See `MessageMemory.new`."""
+        return self._backend.host_buffer(np.broadcast_to(np.uint8(0), num_bytes))
+
+
 class _Buffer:
-    """Page-locked host memory.  `reader`: an event behind the copy that reads it, if one does."""
+    """Memory for messages.  `reader`: an event behind the copy that reads it, if one does."""
 
     memory: Bytes | None = None
     reader: Event | None = None
@@ -36,11 +51,11 @@ class _Buffer:
         return self.reader is None or self.reader.is_complete
 
 
-class PinnedMemory:
-    """Page-locked host memory for messages: a few buffers for each slot, which grow as needed."""
+class MessageBuffers:
+    """Memory for messages: a few buffers for each slot, which grow as needed."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, memory: MessageMemory) -> None:
+        self.memory = memory
         self._buffers = defaultdict[int, deque[_Buffer]](deque)  # the last one is in use
 
     @property
@@ -55,9 +70,9 @@ class PinnedMemory:
             return None
         return buffers[0].reader
 
-    def buffer(self, slot: int, array: Array) -> Bytes:
-        """A free buffer of as many bytes as the array has, which is now in use."""
-        num_bytes, buffers = array.size * array.dtype.itemsize, self._buffers[slot]
+    def buffer(self, slot: int, num_bytes: int) -> Bytes:
+        """A free buffer of so many bytes, which is now in use."""
+        buffers = self._buffers[slot]
         free = next((each for each in buffers if each.is_free), None)
         if free is None:
             free = _Buffer()
@@ -65,7 +80,7 @@ class PinnedMemory:
             buffers.remove(free)
         buffers.append(free)
         if free.memory is None or free.memory.size < num_bytes:
-            free.memory = self._backend.host_buffer(array)
+            free.memory = self.memory.new(num_bytes)
         return free.memory[:num_bytes]
 
     def keep_until(self, slot: int, reader: Event) -> None:
@@ -74,18 +89,18 @@ class PinnedMemory:
 
 
 class _Leaving(NamedTuple):
-    """A message that is sent when its copy in host memory is complete."""
+    """A message that is sent when the copy of its data is complete."""
 
     slot: int
     peer: int
-    host: Bytes
+    data: Bytes
     copied: Event
 
 
 class Staged(Interpreted):
-    """An execution on device memory: copies sends to the host, and received data to the device.
+    """An execution on device memory: copies what it sends, and what it has received.
 
-    It has two streams: one copies to the host, the other one copies to the device and computes.
+    It has two streams: one copies to the memory of messages, the other one from it, and computes.
     They begin after what was on the caller's stream, and the call is complete when nothing is left
     on them.
     """
@@ -104,14 +119,17 @@ class Staged(Interpreted):
     ) -> None:
         super().__init__(program, operands, transport.messages(tag), host_calls)
         self._transport = transport
-        self._pinned = PinnedMemory(operands.backend)  # kept from run to run of a plan
+        self._buffers = self._new_buffers()  # kept from run to run of a plan
         self._arriving: dict[int, tuple[Array, Bytes]] = {}
         self._leaving = deque[_Leaving]()
         self._lock = threading.Lock()  # held by the thread that advances it, or looks at it
 
     def detach(self) -> None:
-        self._pinned = PinnedMemory(self.memory.backend)
+        self._buffers = self._new_buffers()
         super().detach()
+
+    def _new_buffers(self) -> MessageBuffers:
+        return MessageBuffers(self._transport.message_memory(self.memory.backend))
 
     def restart(self, number: int, *, is_async: bool = False) -> None:
         super().restart(number)
@@ -141,31 +159,35 @@ class Staged(Interpreted):
         assert self._streams is not None
         backend, (_, outbound) = self.memory.backend, self._streams
         array = self.memory.view(row.buffer, row.offset, row.size)
-        host, computed = self._pinned.buffer(row.slot, array), backend.record()
+        data, computed = self._buffer(row.slot, array), backend.record()
         with backend.on_stream(outbound):
             computed.join()
-            backend.to_host([(array, host)])
-            self._leaving.append(_Leaving(row.slot, row.peer, host, backend.record()))
+            self._buffers.memory.copy_to([(array, data)])
+            self._leaving.append(_Leaving(row.slot, row.peer, data, backend.record()))
         self._send_copied()
         return True
 
+    def _buffer(self, slot: int, array: Array) -> Bytes:
+        """Memory for a message with the data of an array."""
+        return self._buffers.buffer(slot, array.size * array.dtype.itemsize)
+
     def _send_copied(self) -> None:
-        """Send what has been copied to the host, in order."""
+        """Send what has been copied, in order."""
         while self._leaving and self._leaving[0].copied.is_complete:
-            slot, peer, host, _ = self._leaving.popleft()
-            self.messages.send(slot, peer, host)
+            slot, peer, data, _ = self._leaving.popleft()
+            self.messages.send(slot, peer, data)
         self._awaited = (self._leaving[0].copied,) if self._leaving else ()
 
     def receive(self, row: Row) -> bool:
         self._send_copied()
-        if (reader := self._pinned.reader(row.slot)) is not None:
+        if (reader := self._buffers.reader(row.slot)) is not None:
             self._awaited += (reader,)
             self.messages.note_completed()  # messages move only in calls of MPI
             return False
         array = self.memory.view(row.buffer, row.offset, row.size)
-        host = self._pinned.buffer(row.slot, array)
-        self._arriving[row.slot] = array, host
-        self.messages.receive(row.slot, row.peer, host)
+        data = self._buffer(row.slot, array)
+        self._arriving[row.slot] = array, data
+        self.messages.receive(row.slot, row.peer, data)
         return True
 
     def wait(self, row: Row) -> bool:
@@ -175,17 +197,16 @@ class Staged(Interpreted):
             return False
         if not super().wait(row):
             return False
-        self._bring_to_device(range(row.slot, row.slot + row.peer))
+        self._take_arrived(range(row.slot, row.slot + row.peer))
         return True
 
-    def _bring_to_device(self, slots: range) -> None:
-        """Copy messages that have arrived to the device."""
-        backend = self.memory.backend
+    def _take_arrived(self, slots: range) -> None:
+        """Copy messages that have arrived to the arrays."""
         if slots:
-            backend.to_device([self._arriving.pop(slot) for slot in slots])
-            read = backend.record()
+            self._buffers.memory.copy_from([self._arriving.pop(slot) for slot in slots])
+            read = self.memory.backend.record()
             for slot in slots:
-                self._pinned.keep_until(slot, read)
+                self._buffers.keep_until(slot, read)
 
     def is_over(self) -> bool:
         self._end = self._end or self.memory.backend.record()
@@ -253,7 +274,7 @@ class Staged(Interpreted):
         return []
 
     def link(self, rank: int) -> str:
-        return "staged"
+        return self._buffers.memory.link
 
     @property
     def device_row(self) -> str:

@@ -17,14 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays import Bytes
+from collectives.arrays import Backend, Bytes
 from collectives.diagnostics import FlightRecorder, Waiting
 from collectives.engines.board import Board
 from collectives.engines.host_memory import HostMemory, of_threads
 from collectives.engines.interpreter import Interpreted
-from collectives.engines.staging import Staged
+from collectives.engines.staging import PageLockedMemory, Staged
 from collectives.engines.transport import (
     Execution,
+    MessageMemory,
     Operands,
     PendingCall,
     Waiter,
@@ -201,6 +202,7 @@ class ThreadTransport:
         )
         self.board: Board = Board(memory, self.members, rank, self.identity)
         self._waiters: list[Watched] = parent._waiters if parent else []
+        self.message_memory: Callable[[Backend], MessageMemory] = PageLockedMemory
 
     def execution(
         self,

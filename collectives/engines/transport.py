@@ -35,6 +35,32 @@ class Operands(NamedTuple):
     divisor: int = 1
 
 
+class MessageMemory(Protocol):
+    """A kind of memory in which MPI takes and leaves the messages of arrays on a device.
+
+    `link`: the link of such messages; see `Row.link` of ledgers.
+    """
+
+    link: str
+
+    def new(self, num_bytes: int) -> Bytes:
+        """Memory that nothing uses.  Only MPI and the device may look into it.
+
+        To allocate it may wait for all streams of the process.
+        """
+
+    @property
+    def copy_to(self) -> Callable[[Sequence[tuple[Array, Bytes]]], object]:
+        """Let the current stream copy flat arrays to messages of their sizes.
+
+        Neither may be changed or given up before the stream has done it.
+        """
+
+    @property
+    def copy_from(self) -> Callable[[Sequence[tuple[Array, Bytes]]], object]:
+        """The same for copies of messages to the arrays."""
+
+
 class Enqueued(Protocol):
     """What an asynchronous run has put on a stream of a device."""
 
@@ -290,7 +316,8 @@ class Transport(Protocol):
     orders would deadlock.  `failed`: objects that are kept until the process ends, because MPI may
     still write into their buffers.  `flight`: the flight recorder of all communicators of this
     rank.  `identity`: the ranks of the job, and the ordinal of this communicator among theirs.
-    `board`: what the ranks of this host show each other.
+    `board`: what the ranks of this host show each other.  `message_memory`: where MPI takes and
+    leaves the messages of arrays on a device.
     """
 
     rank: int
@@ -302,6 +329,7 @@ class Transport(Protocol):
     log: CallLog
     identity: tuple[tuple[int, ...], int]
     board: Board
+    message_memory: Callable[[Backend], MessageMemory]
 
     @property
     def max_wait(self) -> float:

@@ -11,8 +11,10 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,14 +22,19 @@ import pytest
 
 import collectives
 from collectives import Communicator, devices
+from collectives.communicator import probing
 from collectives.devices import ENVELOPE, allocations, concurrency, kernel_table
+from collectives.diagnostics.ledger import Row
+from collectives.diagnostics.mpi_counters import MonitorUnavailable
+from collectives.doctor.job import between_hosts
 from tests import device_scenarios as scenarios
 from tests.device.programs import Programs
 from tests.device.test_again import calls_of_a_kind_under_way
 from tests.device.test_messages import random_messages
 from tests.fake_device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fake_driver import gpu
-from tests.scenarios import COLLECTIVES, Job, name_and_options, some_jobs
+from tests.scenarios import COLLECTIVES, Job, call, name_and_options, some_jobs
+from tests.witness_program import witnessed
 
 PROGRAMS = Programs()
 
@@ -303,6 +310,108 @@ def messages_of_all_kinds(comm: Communicator) -> None:
         if part.size > 1:
             random_messages(seed, part)
         part.free()
+
+
+@contextmanager
+def on_hosts(*hosts: int) -> Iterator[None]:
+    """Let ranks of this host be on several hosts, of which each has memory of its own."""
+    from collectives.engines import mpi
+
+    class Apart(mpi.MPI.Intracomm):
+        def Split_type(self, *_: Any) -> Any:  # noqa: N802 - mpi4py's name
+            return self.Split(hosts[self.rank])
+
+    right = mpi._lowest_ranks
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mpi, "_lowest_ranks", lambda comm: right(Apart(comm)))
+        patch.setattr(mpi, "_hosts_of_world", [])
+        patch.setattr(mpi, "_host_of_world", [])
+        yield
+
+
+def probe(fault: str) -> list[str]:
+    """The command of a job that finds out whether MPI takes addresses of the fake GPU's memory."""
+    return [sys.executable, str(Path(__file__).with_name("probe_program.py")), fault, "30"]
+
+
+def rows_of(comm: Communicator, job: Job, on: Callable[[np.ndarray], Any]) -> list[Row]:
+    """What a call sends."""
+    with comm.record() as ledger:
+        call(comm, job, on(job.inputs()[comm.rank]), on_host)
+    return ledger.rows()
+
+
+def sends_the_same(comm: Communicator, jobs: list[Job]) -> set[tuple[bool, str]]:
+    """Let jobs send from devices what they send from hosts; return their links.
+
+    And whether a link is one to another host.
+    """
+    links = set()
+    for job in jobs:
+        on_gpu, on_cpu = rows_of(comm, job, on_device), rows_of(comm, job, np.copy)
+        same = [[row._replace(call="", link="") for row in rows] for rows in (on_gpu, on_cpu)]
+        assert same[0] == same[1], job
+        links |= {(row.off_host, row.link) for row in on_gpu if row.collective == job.collective}
+    return links
+
+
+@contextmanager
+def observed(comm: Communicator) -> Iterator[None]:
+    """Let MPI's counters confirm the ledger, if there are any and MPI carries all messages."""
+    try:
+        counters = comm.counters() if comm.topology.num_hosts == comm.size else None
+    except MonitorUnavailable:
+        counters = None
+    with nullcontext() if counters is None else witnessed(comm, counters):
+        yield
+    if counters is not None:
+        counters.close()
+
+
+@PROGRAMS.on_its_own
+def every_algorithm_between_hosts_whose_mpi_takes_device_memory(world: Communicator) -> None:
+    jobs = jobs_on(world.size)
+    probing.COMMAND = probe("none")
+    for hosts in ((0, 0, 1), (0, 1, 2)):
+        with on_hosts(*hosts):
+            comm = collectives.wrap(_mpi().COMM_WORLD, device="direct", timeout=60)
+        probing.COMMAND = probe("crash")  # but it is known by now
+        within, between = {(False, "peer")}, {(True, "direct")}
+        has_neighbour = hosts.count(hosts[comm.rank]) > 1
+        assert sends_the_same(comm, jobs[::6]) == between | (within if has_neighbour else set())
+        with observed(comm):
+            for job in jobs[3::6]:
+                scenarios.perform_on_device(comm, job, on_device, on_host)
+            scenarios.mixed_program(comm, on_device, on_host)
+            for size in (100, 300_000):  # which MPI sends at once, and on request
+                y = comm.all_reduce(on_device(np.ones(size)), algorithm="ring")
+                assert on_host(y).tolist() == [comm.size] * size
+                plan = comm.plan.all_gather(on_device(np.full(size, float(comm.rank))))
+                for _ in range(2):
+                    assert on_host(plan.run())[::size].tolist() == [*range(comm.size)]
+                plan.free()
+            comm.synchronize()
+        assert BACKEND.bytes_to_host == 0
+        assert gpu().bytes_copied["DtoH"] == gpu().bytes_copied["HtoD"] == 512 * has_neighbour
+        with on_hosts(*hosts):
+            found = between_hosts(on_device, on_host)
+        assert found.sentence.startswith("device='direct' works"), found
+        comm.free()
+        gpu().reset(seed=world.rank, queue_length=16)
+
+
+@PROGRAMS.together
+def an_mpi_that_may_not_take_device_memory_is_refused(comm: Communicator) -> None:
+    """If one host of several finds that out, on all ranks."""
+    probing._has_succeeded.clear()
+    why = "on the host of rank 2: what it saw)" if comm.size > 2 else ""
+    code = f"print('WRONG  what it saw'); exit({comm.rank // 2})"
+    with pytest.MonkeyPatch.context() as patch, on_hosts(0, 0, 1):
+        patch.setattr(probing, "COMMAND", [sys.executable, "-c", code])
+        for _ in range(2):
+            with pytest.raises(collectives.CollectiveError) as caught:
+                collectives.wrap(_mpi().COMM_WORLD, device="direct", timeout=60)
+            assert why in str(caught.value)
 
 
 def _mpi() -> Any:

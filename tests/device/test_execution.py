@@ -495,8 +495,10 @@ def test_ranks_of_other_hosts_are_staged(
 def test_staged_is_staged() -> None:
     run(lambda comm: comm.all_reduce(on_device(np.ones(3))), 3, device="staged")
     assert is_staged()
-    with pytest.raises(ValueError, match="device must be 'auto' or 'peer' or 'staged', not 'cuda'"):
+    with pytest.raises(ValueError, match="'peer' or 'direct' or 'staged', not 'cuda'"):
         run(lambda comm: None, 3, device="cuda")
+    with pytest.raises(ValueError, match="device='direct' needs MPI"):
+        run(lambda comm: None, 3, device="direct")
 
 
 # Links

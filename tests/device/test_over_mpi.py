@@ -8,17 +8,20 @@ from pathlib import Path
 import pytest
 
 from bench.jobs import environment
+from collectives.doctor import Level
+from collectives.doctor.device_pointers import device_pointers
 from collectives.launch import launch
 from tests.device.mpi_program import PROGRAMS
 from tests.device.program_jobs import SECONDS, ProgramJobs
 
 LARGE = "large_messages_between_devices_that_are_partly_staged"
 EVERY = "every_algorithm", "algorithms_as_kernels"
+DIRECT = "every_algorithm_between_hosts_whose_mpi_takes_device_memory"
 JOBS = ProgramJobs(str(Path(__file__).parent / "mpi_program.py"), PROGRAMS)
 
 
 @pytest.mark.timeout(SECONDS)
-@pytest.mark.parametrize("name", sorted(PROGRAMS.by_name.keys() - {*EVERY, LARGE}))
+@pytest.mark.parametrize("name", sorted(PROGRAMS.by_name.keys() - {*EVERY, LARGE, DIRECT}))
 def test_a_program_is_right(name: str) -> None:
     JOBS.check(name)
 
@@ -34,6 +37,30 @@ def test_messages_of_partly_staged_calls_move_while_a_rank_waits_for_its_device(
     JOBS.check(
         LARGE, 4, OMPI_MCA_pml="ob1", OMPI_MCA_btl="tcp,self", OMPI_MCA_btl_tcp_if_include="lo"
     )
+
+
+@pytest.mark.timeout(100)
+def test_mpi_sends_from_device_memory() -> None:
+    """It confirms what the ledger says, where it counts messages."""
+    JOBS.check(DIRECT, OMPI_MCA_pml_monitoring_enable="2")
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("corrupt", "What has arrived is not what was sent: 65536 bytes from device to device"),
+        ("crash", "exchange 65536 bytes from device to device memory: Rank 1 .* was killed"),
+        ("hang", "the job did not end in time"),
+    ],
+)
+def test_an_mpi_that_does_not_take_device_memory_is_found_out(
+    fault: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", environment()["PYTHONPATH"])
+    program = [str(Path(__file__).with_name("probe_program.py")), fault, "0"]
+    found = device_pointers(program, 3 if fault == "hang" else 80)
+    assert found.level is Level.WRONG and re.search(why, found.sentence)
 
 
 @pytest.mark.timeout(100)

@@ -19,7 +19,7 @@ from collectives.devices.links import Proposal
 from collectives.devices.rows import HostRows
 from collectives.devices.streams import STREAMS
 from collectives.devices.table import ROW_WORDS, TARGET
-from collectives.engines import PinnedMemory
+from collectives.engines import MessageBuffers, PageLockedMemory
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 from tests.device.held_stream import hold, hold_each, released
 from tests.fake_device import BACKEND, FakeStream, on_device, on_host
@@ -128,7 +128,8 @@ class Sender:
         self.messages, self._x = Mock(), on_device(np.ones(8))
         loop = Mock(stream=BACKEND.current_stream().ptr, has_room=lambda _: True)
         loop.order.has_ended = True
-        self.rows = HostRows(gpu().driver, self.messages, loop, PinnedMemory(BACKEND), check)
+        buffers = MessageBuffers(PageLockedMemory(BACKEND))
+        self.rows = HostRows(gpu().driver, self.messages, loop, buffers, check)
         send = DeviceOperation(DeviceKind.SEND, 0, Counter(0, 1), 1, size=64)
         table = np.zeros((1, ROW_WORDS), np.int64)
         table[0, TARGET + 1] = self._x._memory.ctypes.data

@@ -43,8 +43,8 @@ class Sending:
         elif route and stream and mail.may_hand_over(end.peer):
             is_sent = yield from self._hand_over(route, stream)
         if not is_sent:
-            self.link = "host" if passage.operands.backend.is_host else "staged"
             yield from passage.run_other(end)
+            self.link = passage.others[-1].link(end.peer)
         mail.step_out(self._line, self)
 
     def _post(self, message: Bytes) -> Waits:
