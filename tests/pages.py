@@ -66,6 +66,8 @@ NOT_RUN = {
     'python -m collectives.launch -n 8 --mpi-args "--hostfile hosts" prog.py': "hosts",
     "srun --mpi=pmix -n 8 python prog.py": "hosts",
     "srun --mpi=pmi2 -n 8 python prog.py": "hosts",
+    "srun -N 1 -n 2 python -m collectives.doctor.exchange": "hosts",
+    "srun -N 2 -n 2 python -m collectives.doctor.exchange": "hosts",
     "python -m collectives.launch -n 2 -m bench fit --check": "idle",
     "python -m collectives.launch -n 8 -m bench fit --check": "idle",
     "python -m tests.cluster 2x1 200:1600 -m bench fit --check --seconds 60 --samples 16": "idle",

@@ -148,10 +148,10 @@ def adopt(
     made = Communicator(
         Session(transport, timeout, thread=thread, check=mode, topology=hosts, device=device)
     )
-    if device == "direct":
-        refuse_unless_probed(made, timeout)
     for action in _followers:
         action(made)
+    if device == "direct":
+        refuse_unless_probed(made, timeout)
     return made
 
 

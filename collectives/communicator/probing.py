@@ -11,14 +11,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from operator import itemgetter
 
 import numpy as np
 
 from collectives.communicator.communicator import Communicator
 from collectives.errors import CollectiveError, on_all_ranks
+from collectives.runtime import all_gather_integers
 
 COMMAND = [sys.executable, "-m", "collectives.doctor", "--device-pointers"]
 """Starts the job, and says in a line that begins with WRONG why it has failed."""
+KNOWN = "COLLECTIVES_DEVICE_POINTERS"
+"""The variable that is 1 if such a job is known to be right, so that none is started."""
 
 _SECONDS = 60.0  # for the command, which has a shorter time limit itself
 _TEXT_BYTES = 400
@@ -34,8 +38,9 @@ def refuse_unless_probed(comm: Communicator, timeout: float | None) -> None:
     All ranks call it.  `timeout`: of the call that makes `comm`, which is freed after a failure.
     """
     is_first = comm.topology.mates(comm.rank)[0] == comm.rank
+    is_known = bool(_has_succeeded) or os.environ.get(KNOWN) == "1"
     try:
-        agree(comm, why_it_fails(timeout) if is_first and not _has_succeeded else "")
+        agree(comm, why_it_fails(timeout) if is_first and not is_known else "")
     except CollectiveError as error:
         if error.is_on_all_ranks:
             comm.free()
@@ -45,16 +50,12 @@ def refuse_unless_probed(comm: Communicator, timeout: float | None) -> None:
 
 def agree(comm: Communicator, why: str) -> None:
     """Raise CollectiveError on all ranks if the job of any has failed.  `why`: that of this one."""
-    whys = np.zeros((1, _TEXT_BYTES), np.uint8)
-    encoded = np.frombuffer(why.encode()[:_TEXT_BYTES], np.uint8)
-    whys[0, : encoded.size] = encoded
-    failed = {
-        rank: bytes(text).rstrip(b"\0").decode(errors="replace")
-        for rank, text in enumerate(comm.all_gather(whys))
-        if text[0]
-    }
-    if failed:
-        where = "; ".join(f"on the host of rank {rank}: {text}" for rank, text in failed.items())
+    text = np.frombuffer(why.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.int64)
+    texts = all_gather_integers(comm._session, text.tolist(), "device probe")
+    whys = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in texts]
+    if any(whys):
+        failed = filter(itemgetter(1), enumerate(whys))
+        where = "; ".join(f"on the host of rank {rank}: {text}" for rank, text in failed)
         error = CollectiveError(
             "device='direct' was asked for, but it is not certain that MPI takes addresses of "
             f"device memory ({where}). python -m collectives.doctor says how to start it"

@@ -575,7 +575,7 @@ class OnDevice:
         if not why_staged and self._is_strict:
             why_staged = self._links.why_any_staged
         if not why_staged:
-            why_staged = yield from self._run_direct(agreement)
+            why_staged = yield from self._run_on_devices(agreement)
         if why_staged and self._is_strict:
             agreement.meeting.leave()
             error = not_staged(why_staged)
@@ -587,7 +587,7 @@ class OnDevice:
             agreement.meeting.leave()
             yield from self._run_staged()
 
-    def _run_direct(self, agreement: Agreement) -> Waits:
+    def _run_on_devices(self, agreement: Agreement) -> Waits:
         """Open the memory of the others, and enqueue; return "".
 
         If a rank cannot open the memory of another one, or knows of other links, return that.

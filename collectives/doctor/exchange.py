@@ -1,6 +1,6 @@
-"""What two ranks do to find out whether MPI takes addresses of device memory.
+"""What pairs of ranks do to find out whether MPI takes addresses of device memory.
 
-    python -m collectives.doctor.exchange
+    mpirun -n 2 python -m collectives.doctor.exchange
 
 They exchange messages whose ends are in memory of a device or of the host, and compare what has
 arrived.  An MPI that does not take such addresses ends a rank, loses data, or waits for ever.
@@ -73,7 +73,7 @@ class Buffers:
 
 def is_right(comm: Any, buffers: Buffers, message: Message) -> bool:
     """Send a message to the other rank, which sends one here; return whether that is right."""
-    me, other = comm.rank, 1 - comm.rank
+    me, other = comm.rank, comm.rank ^ 1
     sent = buffers.new(message.num_bytes, message.source)
     received = buffers.new(message.num_bytes, message.target)
     buffers.write(sent, message.source, _data(me, message))
@@ -110,13 +110,16 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Exchange messages between GPUs, one for each rank if there are several; the exit status."""
+    """Exchange messages between GPUs, one for each rank if there are several; the exit status.
+
+    A last rank that has no other one does nothing.
+    """
     import cupy  # noqa: PLC0415 - this is a job on GPUs
     from mpi4py import MPI  # noqa: PLC0415 - as above
 
     comm = MPI.COMM_WORLD
     cupy.cuda.Device(comm.rank % cupy.cuda.runtime.getDeviceCount()).use()
-    return run(comm, backend_of_kind("cupy"))
+    return run(comm, backend_of_kind("cupy")) if comm.rank ^ 1 < comm.size else 0
 
 
 if __name__ == "__main__":

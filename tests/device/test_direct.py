@@ -134,6 +134,23 @@ def test_all_ranks_refuse_if_the_job_of_one_host_has_failed() -> None:
     assert "on the host of rank 0: \u00e9\u00e9" in two and "on the host of rank 1: b)" in two
 
 
+def test_no_job_is_started_if_one_is_known_to_be_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    monkeypatch.setattr(probing, "why_it_fails", lambda timeout: started.append(timeout) or "no")
+
+    def body(comm: Communicator) -> None:
+        probing.refuse_unless_probed(comm, 60)
+
+    with pytest.raises(CollectiveError, match="on the host of rank 0: no"):
+        run(body, 3)
+    assert started == [60]  # by the first rank of the host
+    with monkeypatch.context() as patch:
+        patch.setenv(probing.KNOWN, "1")
+        run(body, 3)
+    run(body, 3)  # it is known from now on
+    assert started == [60]
+
+
 def command(code: str) -> list[str]:
     return [sys.executable, "-c", code]
 
