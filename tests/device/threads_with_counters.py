@@ -18,8 +18,10 @@ def use_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     def table_of(program: DeviceProgram, rank: int, _: object, rises: Any) -> Any:
         return right(program, rank, frozenset(), rises)
 
-    def with_page_locked_counters(self: Any, board: Any, backend: Any, driver: Any) -> None:
-        init(self, board, backend, driver)
+    def with_page_locked_counters(
+        self: Any, board: Any, backend: Any, driver: Any, by: str
+    ) -> None:
+        init(self, board, backend, driver, by)
         links._page_lock(driver, board)
 
     def boxes_with_counters(self: Any, links: Any) -> None:
