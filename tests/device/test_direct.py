@@ -26,6 +26,7 @@ from collectives.doctor.device_pointers import Way, best_way, ucx_folder, ways
 from collectives.engines import threads
 from collectives.launch import Mpirun
 from tests import device_scenarios as scenarios
+from tests.device.held_stream import hold_each
 from tests.fake_device import BACKEND, on_device, on_host
 from tests.fake_driver import gpu
 from tests.scenarios import all_jobs
@@ -85,18 +86,29 @@ def test_no_data_of_a_device_goes_through_host_memory(pairs: None, device: str) 
     assert gpu().bytes_copied["DtoH"] == (3 * 2 * 512 if device == "auto" else 0)  # patterns
 
 
-def test_messages_that_are_sent_before_they_are_copied_are_wrong(
-    pairs: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_rank_sends_when_its_device_has_copied_a_message(
+    waits: bool, pairs: None, monkeypatch: pytest.MonkeyPatch, word: np.ndarray
 ) -> None:
-    """The control: a rank must wait until its device has come so far."""
+    """The control: what is sent before is wrong."""
+    if not waits:
+        monkeypatch.setattr(HostRows, "_is_copied", lambda self: True)
 
-    def are_right(comm: Communicator) -> bool:
-        y = comm.all_reduce(on_device(np.ones(5000)), algorithm="ring")
-        return on_host(y).tolist() == [3.0] * 5000
+    def is_right(comm: Communicator) -> bool:
+        comm.all_reduce(on_device(np.zeros(99)), algorithm="ring")  # leaves other messages
+        hold_each(comm, BACKEND.current_stream(), word)
+        work = comm.all_reduce(on_device(np.ones(99)), algorithm="ring", async_op=True)
+        for _ in range(4):  # until all ranks have come, and have gone on as far as they can
+            comm.barrier()
+            for _ in range(50):
+                work.test()
+        comm.barrier()
+        word[:] = 1
+        y = on_host(work.wait())
+        comm.synchronize()
+        return y.tolist() == [3.0] * 99
 
-    assert all(run(are_right, 3))
-    monkeypatch.setattr(HostRows, "_is_copied", lambda self: True)
-    assert not all(run(are_right, 3))
+    assert all(run(is_right, 3)) == waits
 
 
 def test_explain_says_what_mpi_sends(pairs: None) -> None:
