@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.jobs import environment
+from collectives.communicator.probing import KNOWN
 from collectives.launch import launch
 from tests.gpu.device_program import ALONE, PROGRAMS
 from tests.gpu.test_devices import Job, is_right, jobs_of
@@ -40,7 +41,8 @@ def test_programs_after_one_that_fails_run_in_another_job() -> None:
 def test_every_program_is_right_on_the_fake_gpu(place: str) -> None:
     names = [*PROGRAMS, *ALONE]
     command = [PROGRAM, place, *names]
-    done = launch(2, command, timeout=110, env=environment(), capture=True)
+    env = {**environment(), KNOWN: "1"}  # the fake GPU's memory is memory of the host
+    done = launch(2, command, timeout=110, env=env, capture=True)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     for name in names:
         assert done.stdout.count(f"{name} is right on rank") == 2

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import permutations
+from itertools import combinations, permutations
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ import collectives
 from bench.oracle import expected
 from collectives import Communicator, algorithms
 from collectives.arrays.operators import operators
+from collectives.devices.links import Proposal
 from tests import device_scenarios as scenarios
 from tests.device.held_stream import hold, released
 from tests.gpu.places import PLACES, Place
@@ -422,6 +423,31 @@ def staged_after_all(place: Place, comm: Communicator) -> None:
 
 
 ALONE["staged_after_all"] = staged_after_all
+
+
+def direct_between_all_ranks(place: Place, comm: Communicator) -> None:
+    """MPI sends from, and receives into, memory of GPUs; as if no rank could read another's."""
+    from mpi4py import MPI
+
+    before = place.bytes_staged
+    with pytest.MonkeyPatch.context() as patch:
+        pairs = lambda self, verdicts: combinations(verdicts, 2)  # noqa: E731
+        patch.setattr(Proposal, "_staged_pairs", pairs)
+        direct = collectives.wrap(MPI.COMM_WORLD, device="direct", timeout=100)
+        for job in all_jobs(direct.size)[:: 3 * place.stride]:
+            scenarios.perform_on_device(direct, job, place.on_device, place.on_host)
+        for number in (3, place.large):
+            y = direct.all_reduce(place.late(np.ones(number)), algorithm="ring")
+            same(place.on_host(y), np.full(number, float(direct.size)), number)
+        with direct.record() as ledger:
+            direct.all_reduce(place.on_device(np.ones(3)))
+        assert {row.link for row in ledger.rows()} == {"direct"}
+        direct.synchronize(timeout=SECONDS)
+    assert place.bytes_staged == before
+    direct.free()
+
+
+ALONE["direct_between_all_ranks"] = direct_between_all_ranks
 
 
 def main(kind: str, *names: str) -> None:

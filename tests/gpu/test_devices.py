@@ -13,6 +13,7 @@ import pytest
 
 from bench.gpu import no_mpi
 from bench.jobs import environment
+from collectives.doctor.device_pointers import ways, why_refused
 from collectives.launch import launch
 from tests.gpu.device_program import PROGRAMS
 
@@ -81,6 +82,17 @@ def test_a_job_ends_well(num_ranks: int) -> None:
 
 def test_staged_is_staged() -> None:
     check(run(3, ["staged_after_all"]), "staged_after_all", 3)
+
+
+def test_mpi_sends_from_device_memory_if_it_can() -> None:
+    refusals = [(way, why_refused(way)) for way in ways()]
+    way = next((way for way, why in refusals if not why), None)
+    if way is None:
+        pytest.skip("; ".join(f"{way}: {why}" for way, why in refusals))
+    command = [PROGRAM, "cupy", "direct_between_all_ranks"]
+    env = {**environment(), **way.variables}
+    done = launch(2, command, mpi_args=way.options, timeout=80, env=env, capture=True)
+    check(done, "direct_between_all_ranks", 2)
 
 
 def test_a_captured_stream_is_refused() -> None:
