@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from collectives.doctor.environment import num_gpus
-from collectives.doctor.exchange import MESSAGES, WRONG
+from collectives.doctor.exchange import ERROR, MESSAGES, WRONG
 from collectives.doctor.findings import Finding, good, wrong
 from collectives.launch import TIMED_OUT, find_mpirun, launch
 
@@ -64,7 +64,7 @@ def why_refused(way: Way, program: Sequence[str] = PROGRAM, seconds: float = SEC
 def _why(status: int, output: str, errors: str) -> str:
     """Why a job has failed, from what it has written."""
     lines = output.splitlines()
-    if said := [line for line in lines if line.startswith(WRONG)]:
+    if said := [line for line in lines if line.startswith((WRONG, ERROR))]:
         return said[0]
     begun = next((line for line in reversed(lines) if line in map(str, MESSAGES)), "")
     when = f" after its ranks had begun to exchange {begun}" if begun else " before any message"

@@ -22,6 +22,8 @@ KINDS = (("device", "device"), ("device", "host"), ("host", "device"))
 """Where messages are sent from and received into."""
 WRONG = "What has arrived is not what was sent: "
 """Begins the sentence of a rank that has received something else."""
+ERROR = "A rank has raised "
+"""Begins the sentence of a rank with an error."""
 
 
 class Message(NamedTuple):
@@ -114,6 +116,14 @@ def main() -> int:
 
     A last rank that has no other one does nothing.
     """
+    try:
+        return _run_on_gpus()
+    except Exception as error:  # noqa: BLE001 - of CuPy, of the driver or of MPI
+        _say(f"{ERROR}{type(error).__name__}: {error}")
+        return 1
+
+
+def _run_on_gpus() -> int:
     import cupy  # noqa: PLC0415 - this is a job on GPUs
     from mpi4py import MPI  # noqa: PLC0415 - as above
 

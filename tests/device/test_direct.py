@@ -22,7 +22,7 @@ from collectives.devices import DirectMemory
 from collectives.devices.links import Proposal
 from collectives.devices.rows import HostRows
 from collectives.doctor import Level, device_pointers
-from collectives.doctor.device_pointers import Way, best_way, ucx_folder, ways
+from collectives.doctor.device_pointers import Way, _why, best_way, ucx_folder, ways
 from collectives.engines import threads
 from collectives.launch import Mpirun
 from tests import device_scenarios as scenarios
@@ -217,6 +217,14 @@ def test_the_doctor_names_the_ucx_of_a_package(
     )
     monkeypatch.setattr(device_pointers, "find_mpirun", lambda: Mpirun("mpirun", "mpich"))
     assert [*map(str, ways())] == ["mpirun"]
+
+
+def test_the_doctor_says_how_far_a_job_has_come() -> None:
+    last = "\n-----\nRank 1 died\n \n"
+    assert _why(1, "", last) == "the job ended with status 1 before any message: Rank 1 died"
+    begun = "8 bytes from device to device memory\n8 bytes from device to host memory\nnoise\n"
+    assert "to exchange 8 bytes from device to host memory: Rank 1" in _why(139, begun, last)
+    assert _why(1, f"{begun}A rank has raised ImportError: no", last).endswith("ImportError: no")
 
 
 def test_the_doctor_tries_one_way_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
