@@ -12,9 +12,11 @@ Both write their part of a file of JSON:
         "facts": {"mpi": "Open MPI 5.0.8", "when": "2025-07-01", ...},
         "tables": {"all_reduce": [{"up_to": 32768, "best": ["recursive_doubling"]},
                                   {"up_to": null, "best": ["ring", "two_shot"]}], ...}},
-                  "8 on 4 hosts": {...}, ...}}
+                  "8 on 4 hosts": {...}, ...},
+     "measured_on_devices": {"4": {...}, ...}}
 
-The machine is null if none was fitted.
+The machine is null if none was fitted.  What was measured on arrays of GPUs, which ranks of one host
+read in each other's memory, is apart; files of earlier versions do not have it.
 """
 
 from __future__ import annotations
@@ -23,8 +25,9 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,11 +80,14 @@ class Measured(NamedTuple):
 class Decisions:
     """Measurements by numbers of ranks and hosts, and the fitted machine, if there is one.
 
-    Equal only to itself, so that it can be a cache key.
+    `on_devices`: measurements on devices.  `where`: where all were measured, as text.  Equal only
+    to itself, so that it can be a cache key.
     """
 
     measured: Mapping[Ranks, Measured]
     fitted: Fitted | None = None
+    on_devices: Mapping[Ranks, Measured] = field(default_factory=dict)
+    where: str = ""
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Decisions:
@@ -90,17 +96,26 @@ class Decisions:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"decisions are not JSON: {error}") from None
-        fields(data, "decisions", ("machine", "measured"))
-        found = fields(data["measured"], "measured")
-        measured = {_ranks(key): _measured(each, f"measured.{key}") for key, each in found.items()}
+        fields(data, "decisions", ("machine", "measured"), (_ON_DEVICES,))
+        host, devices = (_by_ranks(data.get(name, {}), name) for name in ("measured", _ON_DEVICES))
         fitted = data["machine"]
-        return cls(measured, None if fitted is None else machine_file.from_json(fitted, "machine"))
+        machine = None if fitted is None else machine_file.from_json(fitted, "machine")
+        return cls(host, machine, devices)
+
+    @cached_property
+    def of_devices(self) -> Decisions:
+        """The measurements on devices, alone; always the same object."""
+        return Decisions(self.on_devices, where="on devices of ")
 
     def including(self, ranks: Ranks, found: Measured) -> Decisions:
         """These decisions and one more measurement; its tables replace those of as many ranks."""
         older = self.measured[ranks].tables if ranks in self.measured else {}
         merged = found._replace(tables={**older, **found.tables})
         return replace(self, measured={**self.measured, ranks: merged})
+
+    def including_devices(self, ranks: Ranks, found: Measured) -> Decisions:
+        """These decisions and one more measurement on devices; see `including`."""
+        return replace(self, on_devices=self.of_devices.including(ranks, found).measured)
 
     def with_machine(self, fitted: Fitted) -> Decisions:
         """These decisions with another machine."""
@@ -109,8 +124,11 @@ class Decisions:
     def to_json(self) -> str:
         """The decisions as JSON, in the order of the numbers of ranks."""
         machine = None if self.fitted is None else machine_file.as_json(self.fitted)
-        measured = {str(ranks): _as_dict(self.measured[ranks]) for ranks in sorted(self.measured)}
-        return json.dumps({"machine": machine, "measured": measured}, indent=1) + "\n"
+        measured = {
+            name: {str(ranks): _as_dict(found[ranks]) for ranks in sorted(found)}
+            for name, found in (("measured", self.measured), (_ON_DEVICES, self.on_devices))
+        }
+        return json.dumps({"machine": machine, **measured}, indent=1) + "\n"
 
     def machine_for(self, topology: Topology | None) -> Machine | None:
         """The fitted machine, if it has links between all ranks on these hosts."""
@@ -139,7 +157,7 @@ class Decisions:
             row = next(row for row in rows if num_bytes <= row.largest)
             nearest = "" if instead_of is None else f", the nearest to {instead_of}"
             sizes = size_range(row.largest, num_bytes, [row.largest for row in rows])
-            where = f"table measured on {ranks.in_words}{nearest}: {sizes}"
+            where = f"table measured {self.where or 'on '}{ranks.in_words}{nearest}: {sizes}"
             yield from ((label, where) for label in row.labels)
 
     def ranked_nearby(
@@ -204,16 +222,22 @@ def _as_dict(measured: Measured) -> dict[str, Any]:
     return {"facts": dict(measured.facts), "tables": tables}
 
 
+_ON_DEVICES = "measured_on_devices"
 _MAX_LENGTH = 500  # of an algorithm with its options, in characters
 _NUMBER = "([1-9][0-9]{,8})"
 _RANKS = re.compile(f"{_NUMBER}(?: on {_NUMBER} hosts)?")
 
 
-def _ranks(text: str) -> Ranks:
+def _by_ranks(value: object, place: str) -> dict[Ranks, Measured]:
+    found = fields(value, place)
+    return {_ranks(key, place): _measured(each, f"{place}.{key}") for key, each in found.items()}
+
+
+def _ranks(text: str, place: str) -> Ranks:
     found = _RANKS.fullmatch(text)
     if found is None or found[2] == "1":
         raise ValueError(
-            f"measured: {shown(text)} is not a number of ranks, like '8' or '8 on 4 hosts'"
+            f"{place}: {shown(text)} is not a number of ranks, like '8' or '8 on 4 hosts'"
         )
     return Ranks(int(found[1]), int(found[2] or 1))
 

@@ -19,11 +19,16 @@ def within(place: str, name: str) -> str:
     return f"{place}.{name if name.isidentifier() and len(name) < 80 else shown(name)}"
 
 
-def fields(value: object, place: str, names: Sequence[str] | None = None) -> dict[str, Any]:
-    """An object with exactly these fields, or with any fields if `names` is None."""
+def fields(
+    value: object, place: str, names: Sequence[str] | None = None, optional: Sequence[str] = ()
+) -> dict[str, Any]:
+    """An object with exactly these fields, or with any fields if `names` is None.
+
+    `optional`: fields that it may have too.
+    """
     if not isinstance(value, dict):
         raise ValueError(f"{place} must be an object")
-    if names is not None and set(value) != set(names):
+    if names is not None and set(value) - set(optional) != set(names):
         raise ValueError(f"{place} must have {', '.join(names)}, and nothing else")
     return value
 

@@ -35,6 +35,7 @@ def predict(
     root: int = 0,
     in_place: bool = False,
     topology: Topology | None = None,
+    on_device: bool = False,
 ) -> Prediction:
     """Return what the ranks will send in a call, without sending anything.
 
@@ -50,13 +51,14 @@ def predict(
     - `in_place`: whether each rank's input and output share memory: they are the same vector, or
       one is this rank's part of the other.  It changes the scratch memory, and no message.
     - `topology`: the hosts of the ranks; None: all are on one host.
+    - `on_device`: whether they read each other's arrays on GPUs; see `choose`.
 
     Returns the `Prediction`, which is exact for any algorithm and for uneven parts.  Raises
     TypeError or ValueError if the algorithm does not exist or cannot serve.
     """
     found = programs(
         collective, size, counts, itemsize=itemsize, algorithm=algorithm, root=root,
-        in_place=in_place, topology=topology,
+        in_place=in_place, topology=topology, on_device=on_device,
     )  # fmt: skip
     sent = np.zeros((2, size, size), np.int64)
     for rank, program in enumerate(found):
@@ -75,6 +77,7 @@ def programs(
     root: int = 0,
     in_place: bool = False,
     topology: Topology | None = None,
+    on_device: bool = False,
     ranks: Iterable[int] | None = None,
 ) -> list[Program]:
     """The programs of all ranks in a call, or of some `ranks`.
@@ -83,7 +86,10 @@ def programs(
     """
     elements = _hashable(counts)
     num_bytes = num_bytes_of(elements, itemsize)
-    chosen = choose(collective, algorithm, size, num_bytes, topology=topology, itemsize=itemsize)
+    chosen = choose(
+        *(collective, algorithm, size, num_bytes),
+        topology=topology, itemsize=itemsize, on_device=on_device,
+    )  # fmt: skip
     spec = chosen.spec(elements, itemsize, root)
 
     def compiled(rank: int) -> Program:

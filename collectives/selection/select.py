@@ -45,6 +45,7 @@ def choose(
     decisions: Decisions | None = None,
     topology: Topology | None = None,
     itemsize: int = 1,
+    on_device: bool = False,
 ) -> Choice:
     """Return the `Choice` of a call: its algorithm and options, and the reason.
 
@@ -60,6 +61,8 @@ def choose(
     - `topology`: the hosts of the ranks; None: all are on one host.
     - `itemsize`: the bytes of an element.  More `segments` than a piece of the vector, or the mean
       block, has elements are not used: some would be empty.
+    - `on_device`: whether the ranks read each other's arrays on GPUs.  What was measured there and
+      the rules for them choose, without segments.  On several hosts it makes no difference.
 
     What was measured on so many ranks comes first, then the least time predicted on the fitted
     machine, then what was measured on the nearest number of ranks, then the built-in rules.
@@ -71,14 +74,25 @@ def choose(
     if itemsize < 1:
         raise ValueError(f"an element has at least 1 byte, got itemsize={itemsize}")
     if text is not None:
-        found, reason = check(collective, text, size, operator), "named by the caller"
-    else:
-        is_free = operator is None or operator.is_commutative
-        limits = _limits(collective, decisions, _hosts(topology, size))
-        limit = limits[bisect_left(limits, num_bytes)]
-        key = collective, size, limit, is_free, decisions, topology
-        found, reason = _default(*key, registry.generation())
-    return _with_options(found, reason, size, num_bytes, topology, itemsize)
+        named = check(collective, text, size, operator)
+        return _with_options(named, "named by the caller", size, num_bytes, topology, itemsize)
+    hosts = _hosts(topology, size, on_device)
+    if hosts.have_devices:
+        decisions = None if decisions is None else decisions.of_devices
+    is_free = operator is None or operator.is_commutative
+    limits = _limits(collective, decisions, hosts)
+    limit = limits[bisect_left(limits, num_bytes)]
+    key = collective, size, limit, is_free, decisions, topology, hosts
+    found, reason = _default(*key, registry.generation())
+    choice = _with_options(found, reason, size, num_bytes, topology, itemsize)
+    return _in_one_piece(choice, found) if hosts.have_devices else choice
+
+
+def _in_one_piece(choice: Choice, found: NamedAlgorithm) -> Choice:
+    """The choice for devices: the only segments are those that a measured label names."""
+    is_cut = "segments" in choice.options and "segments" not in found.options
+    one = {"segments": 1} if is_cut else {}
+    return choice._replace(options={**choice.options, **one}, segments=1)
 
 
 def _with_options(
@@ -130,6 +144,7 @@ def _default(
     is_free: bool,
     decisions: Decisions | None,
     topology: Topology | None,
+    hosts: Hosts,
     generation: int,
 ) -> tuple[NamedAlgorithm, str]:
     """The algorithm that comes first and can run, and the reason.
@@ -139,7 +154,7 @@ def _default(
     """
     call = collective, size, num_bytes
     found = () if decisions is None else _found(*call, decisions, topology)
-    for label, reason in chain(found, by_rules(*call, _hosts(topology, size))):
+    for label, reason in chain(found, by_rules(*call, hosts)):
         named = parse_default(collective, label)
         is_allowed = is_free or named.algorithm.is_ordered
         if is_allowed and named.serves(size) and _has_valid_pieces(named, size):
@@ -156,9 +171,11 @@ def _has_valid_pieces(named: NamedAlgorithm, size: int) -> bool:
     return True
 
 
-def _hosts(topology: Topology | None, size: int) -> Hosts:
+def _hosts(topology: Topology | None, size: int, on_device: bool = False) -> Hosts:
     """The hosts as the rules know them."""
-    return Hosts(1, size) if topology is None else Hosts(topology.num_hosts, topology.max_per_host)
+    if topology is None or topology.num_hosts == 1:
+        return Hosts(1, size, on_device)
+    return Hosts(topology.num_hosts, topology.max_per_host)
 
 
 def _found(
