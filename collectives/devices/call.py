@@ -9,16 +9,28 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from collectives.lowering import DeviceProgram, lower
-from collectives.programs import Aliasing, CallSpec, compile_call
+from collectives.programs import Aliasing, CallSpec, Program, compile_call
 
 _LOCK = threading.Lock()
 
 
 class DeviceCall(NamedTuple):
-    """A call that can run on devices.  `plan`: the number of the plan that it belongs to, or 0."""
+    """A call that can run on devices.
+
+    `spec`: the call, with what runs if ranks read each other's memory, and what if it is staged.
+    `plan`: the number of the plan that it belongs to, or 0.
+    """
 
     spec: CallSpec
     plan: int = 0
+
+    def direct_program(self, rank: int, size: int) -> Program:
+        """The program of a rank in a call in which ranks read each other's memory."""
+        return compile_call(self.spec.if_direct, rank, size)
+
+    def staged_program(self, rank: int, size: int) -> Program:
+        """The program of a rank in a call that is staged, or in which a rank has a host array."""
+        return compile_call(self.spec, rank, size)
 
     def lowered(
         self,
@@ -27,18 +39,20 @@ class DeviceCall(NamedTuple):
         staged: frozenset[tuple[int, int]],
     ) -> list[DeviceProgram]:
         """The device programs of the ranks of this host, from a cache of bounded size."""
-        spec = self.spec._replace(shape=None, label="", blocking="", out="", chosen="")
+        spec = self.spec.if_direct._replace(shape=None, label="", blocking="", out="", chosen="")
         if len(ranks) == len(aliasings) and not staged:
             spec = spec._replace(segments=1)
         with _LOCK:  # or ranks that are threads would all do the same work
             return _lowered(spec, tuple(aliasings), frozenset(ranks), staged)
 
     def num_scratch(self, rank: int, size: int) -> int:
-        """The bytes of scratch that a rank needs, whether or not its reduction is cut into lanes.
+        """The bytes of scratch that a rank needs, whether the call is staged or not.
 
-        Lanes hide the time of messages; ranks that read each other's memory do without.
+        A staged one may be cut into lanes.  Lanes hide the time of messages; ranks that read each
+        other's memory do without.
         """
-        specs = self.spec, self.spec._replace(segments=1)
+        direct = self.spec.if_direct
+        specs = self.spec, direct, direct._replace(segments=1)
         return max(compile_call(spec, rank, size).num_scratch for spec in specs)
 
     @property
@@ -48,14 +62,18 @@ class DeviceCall(NamedTuple):
         counts = str(spec.counts)
         counts = counts if len(counts) < 60 else f"{counts[:56]} ..."
         op = "" if spec.op is None else f", {spec.op.name}"
-        return f"{spec.collective} ({spec.chosen}) of {counts} {spec.dtype}{op}, root {spec.root}"
+        chosen = spec.chosen
+        if spec.direct is not None:
+            chosen = f"{spec.direct.chosen}, staged {chosen}"
+        return f"{spec.collective} ({chosen}) of {counts} {spec.dtype}{op}, root {spec.root}"
 
     @property
     def digest(self) -> bytes:
         """What is equal on all ranks that make the same call."""
-        spec = self.spec
-        parts = spec.collective, spec.algorithm.name, spec.options, spec.segments, spec.counts
-        whole = *parts, spec.dtype.str, spec.root, spec.op and spec.op.name, self.plan
+        spec, direct = self.spec, self.spec.if_direct
+        ways = [(each.algorithm.name, each.options, each.segments) for each in (spec, direct)]
+        parts = spec.collective, *ways, spec.counts, spec.dtype.str, spec.root
+        whole = *parts, spec.op and spec.op.name, self.plan
         return blake2b(repr(whole).encode(), digest_size=16).digest()
 
 

@@ -21,9 +21,9 @@ from collectives.devices.messages import Mail, Route
 from collectives.devices.order import Order, Turns
 from collectives.devices.watch import Watch
 from collectives.diagnostics import COMPLETE, CallLog
-from collectives.engines import Enqueued, Execution, Operands, Transport
+from collectives.engines import Enqueued, Operands, Transport
 from collectives.errors import CollectiveError
-from collectives.programs import OwnCounts, Program
+from collectives.programs import OwnCounts
 
 DeviceMode = Literal["auto", "peer", "direct", "staged"]
 DEVICE_MODES: tuple[DeviceMode, ...] = ("auto", "peer", "direct", "staged")
@@ -61,8 +61,8 @@ class Devices:
         self._used: Backend | None = None  # by those from which that was inherited
 
     def execution(
-        self, program: Program, operands: Operands, tag: int, call: DeviceCall, number: int
-    ) -> Execution | None:
+        self, operands: Operands, tag: int, call: DeviceCall, number: int
+    ) -> OnDevice | None:
         """The execution of a call on devices; None if this rank stages its messages by itself.
 
         `number`: of the call or plan.  Raises CollectiveError if it would and `mode` is "peer".
@@ -76,7 +76,7 @@ class Devices:
             try:
                 why = why or self._why_this_rank_stages(operands, call)
                 if not why:
-                    return self._on_device(program, operands, tag, call)
+                    return self._on_device(operands, tag, call)
             except (LookupError, DriverError) as error:
                 why = str(error)
                 if call.plan:
@@ -86,9 +86,7 @@ class Devices:
                 raise not_staged(why)
             return None
 
-    def _on_device(
-        self, program: Program, operands: Operands, tag: int, call: DeviceCall
-    ) -> Execution:
+    def _on_device(self, operands: Operands, tag: int, call: DeviceCall) -> OnDevice:
         links = self._links
         assert links is not None
         why = ""
@@ -99,7 +97,7 @@ class Devices:
             self._open_mail(links)
             order, turns = self._order_of(call, links, watch)
             return OnDevice(
-                *(self._transport, links, self._kept, call, program, operands, tag),
+                *(self._transport, links, self._kept, call, operands, tag),
                 *(order, turns, watch, why),
                 is_strict=self.mode == "peer",
             )

@@ -48,7 +48,6 @@ from collectives.engines import (
     Transport,
 )
 from collectives.errors import CollectiveError, CollectiveMismatch
-from collectives.programs import Program
 
 _ANSWER_BITS = 2  # of a verdict, for the answer of `Links.may_be_kernels`
 
@@ -63,12 +62,14 @@ class OnDevice:
     used by its peers; "" if it can.  `check`: the comparison of the next run, in checked mode.
     `waits_for_device`: whether a run ends when the device has done it.
     `mark`: set by who may start it again on the arrays of the last run, until others are attached.
+    `when_staged`: called before a run that is staged sends anything.
     """
 
     check: Check | None = None
     waits_for_device = _is_blocking = False
     _may_others_run: Callable[[], bool] | None = None  # after this rank has said that it does
     mark: object = None
+    when_staged: Callable[[], object] | None = None
     state_address = 0  # the state is its own
 
     def __init__(
@@ -77,7 +78,6 @@ class OnDevice:
         links: Links,
         kept: Kept,
         call: DeviceCall,
-        program: Program,
         operands: Operands,
         tag: int,
         order: Order,
@@ -88,14 +88,15 @@ class OnDevice:
         is_strict: bool = False,
     ) -> None:
         self._order, self._turns, self._watch = order, turns, watch
-        self._transport, self._links, self._call, self.program = transport, links, call, program
+        self._transport, self._links, self._call = transport, links, call
+        self.program = call.direct_program(transport.rank, transport.size)
         self._kept, self._backend, self._is_strict = kept, links.backend, is_strict
         self._num_scratch = call.num_scratch(transport.rank, transport.size)
         self._exposed = Exposed(links, call, why_staged)
         self._scratch: Array | None = None  # kept for calls that follow without a meeting
         self.attach(operands, tag)
         self._loop = Loop(
-            *(links.driver, order, turns, operands, program.itemsize),
+            *(links.driver, order, turns, operands, self.program.itemsize),
             may_be_kernel=links.can_try_kernels and not links.why_no_kernels,
         )
         self._placed = Placed(transport, links, call, self._loop, self._backend, watch)
@@ -117,13 +118,13 @@ class OnDevice:
 
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
-        self.program.check_arrays(operands.input, operands.output, operands.scratch)
         if self._scratch is not None:  # its peers know it
             operands = operands._replace(scratch=self._scratch)
         elif operands.scratch.nbytes < self._num_scratch:
             dtype = operands.scratch.dtype
             shape = (self._num_scratch // dtype.itemsize,)
             operands = operands._replace(scratch=operands.backend.empty(shape, dtype))
+        self.program.check_arrays(operands.input, operands.output, operands.scratch)
         self._operands, self._tag, self.mark = operands, tag, None
         self._exposed.attach(operands)
 
@@ -653,8 +654,11 @@ class OnDevice:
     def _run_staged(self) -> Waits:
         """Let all messages go through host memory."""
         self._turns.end(self._key.call)
+        if self.when_staged is not None:
+            self.when_staged()
         if self._staged is None:
-            self._staged = Staged(self.program, self._operands, self._transport, self._tag)
+            program = self._call.staged_program(self._transport.rank, self._transport.size)
+            self._staged = Staged(program, self._operands, self._transport, self._tag)
         else:
             self._staged.attach(self._operands, self._tag)
         self._staged.restart(self._key.call)

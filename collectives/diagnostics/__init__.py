@@ -16,6 +16,7 @@ from collectives.diagnostics.flight_recorder import (
 )
 from collectives.diagnostics.ledger import (
     Ancestry,
+    Entered,
     Ledger,
     Recorder,
     Recording,
@@ -36,6 +37,7 @@ __all__ = [
     "Ancestry",
     "CallLog",
     "Counters",
+    "Entered",
     "FlightRecorder",
     "Ledger",
     "MonitorUnavailable",

@@ -131,6 +131,11 @@ class CallLog:
         if self._entries[at, 0] == key and self._entries[at, 1] == number:
             self._entries[at, 3] = state
 
+    def replace_key(self, at: int, key: int, number: int, other: int) -> None:
+        """Let the entry of a run name another program, which runs instead."""
+        if self._entries[at, 0] == key and self._entries[at, 1] == number:
+            self._entries[at, 0] = other
+
     def calls(self, now: int) -> list[tuple[int, dict[str, Any]]]:
         """The time of each entry's start, and its description.
 

@@ -169,12 +169,12 @@ def _from_json(what: list[Any], number_in_words: str, *run: Any) -> list[Any]:
     return [Call(collective, algorithm, messages, src, None, lambda _: number_in_words, axis), *run]
 
 
-_FINISHED, _LINKS = map(Entry._fields.index, ("finished", "links"))
+_CALL, _FINISHED, _LINKS = map(Entry._fields.index, ("call", "finished", "links"))
 
 
-def finish(entered: list[list[Any]], finished: float) -> None:
+def finish(entered: list[Entered], finished: float) -> None:
     """Note when a run was complete."""
-    for entry in entered:
+    for _, entry in entered:
         entry[_FINISHED] = finished
 
 
@@ -193,6 +193,10 @@ class Ledger:
     def enter(self, entry: list[Any], site: str) -> None:
         """Record a call: an `Entry` as a list.  Its `site`, a line of the program, is not kept."""
         self.entered.append(entry)
+
+    def replace(self, entry: list[Any], call: Call, site: str) -> None:
+        """See `Recording.replace`."""
+        entry[_CALL] = call
 
     @property
     def entries(self) -> list[Entry]:
@@ -354,6 +358,12 @@ class Recording(Protocol):
     def enter(self, entry: list[Any], site: str) -> None:
         """Record a call: an `Entry` as a list.  `site`: see `Recorder.record`."""
 
+    def replace(self, entry: list[Any], call: Call, site: str) -> None:
+        """Set the call of an entry that was recorded, because another program runs."""
+
+
+Entered = tuple[Recording, "list[Any]"]
+"""An entry, and where it was recorded."""
 
 # What records a communicator, with its ranks as numbered by the recording one (None: the same).
 Ancestry = list[tuple[list[Recording], Sequence[int] | None]]
@@ -387,7 +397,7 @@ class Recorder:
         """The number of a run as text."""
         return self._numbered(number)
 
-    def record(self, number: int, phase: str, site: str, started: float) -> list[list[Any]]:
+    def record(self, number: int, phase: str, site: str, started: float) -> list[Entered]:
         """Record a run in the open ledgers, as quickly as possible; return the new entries.
 
         `site`: the line of the program that made the call, which only `Totals` show; "" if no line
@@ -400,13 +410,20 @@ class Recorder:
             for ledger in tuple(ledgers):  # another thread may close one meanwhile
                 entry = [call, number, phase, started, 0.0, []]
                 ledger.enter(entry, site)
-                entered.append(entry)
+                entered.append((ledger, entry))
         return entered
 
-    def note_links(self, entered: list[list[Any]], link: Callable[[int], str]) -> None:
+    def replace(self, entered: list[Entered], site: str) -> None:
+        """Let the entries of another recorder show that this program runs instead."""
+        collective, algorithm = self.names
+        for ledger, entry in entered:
+            changes = {"collective": collective, "algorithm": algorithm, "sent": self._sent}
+            ledger.replace(entry, entry[_CALL]._replace(**changes), site)
+
+    def note_links(self, entered: list[Entered], link: Callable[[int], str]) -> None:
         """Note the link of each message of a run, which `link` returns for a rank."""
         links = [link(dst) for _, dst, _, _ in self._sent]
-        for entry in entered:
+        for _, entry in entered:
             entry[_LINKS] = links
 
     def describe(self, number: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
-from collectives.diagnostics.ledger import Summary
+from collectives.diagnostics.ledger import Call, Summary
 
 
 class Kind(NamedTuple):
@@ -31,6 +31,16 @@ class Totals:
 
     def enter(self, entry: list[Any], site: str) -> None:
         """Add a call: an `Entry` as a list.  `site`: see `Recorder.record`."""
+        self._add(entry, site, 1)
+
+    def replace(self, entry: list[Any], call: Call, site: str) -> None:
+        """See `Recording.replace`."""
+        self._add(entry, site, -1)
+        entry[0] = call
+        self._add(entry, site, 1)
+
+    def _add(self, entry: list[Any], site: str, sign: int) -> None:
+        """Add a call, or take it away; without any call there is no sum."""
         call, _, phase, *_ = entry
         where = "/".join(part for part in (phase, site) if part)
         num_bytes = messages = 0
@@ -40,9 +50,11 @@ class Totals:
         kind = Kind(where, call.collective, call.algorithm)
         with self._lock:
             sums = self._sums.setdefault(kind, [0, 0, 0])
-            sums[0] += 1
-            sums[1] += messages
-            sums[2] += num_bytes
+            sums[0] += sign
+            sums[1] += sign * messages
+            sums[2] += sign * num_bytes
+            if sums[0] == 0:
+                del self._sums[kind]
 
     def summary(self) -> dict[Kind, Summary]:
         """The numbers of calls, messages and bytes of this rank, in the order of the first calls.

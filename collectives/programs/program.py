@@ -68,6 +68,14 @@ _WITH_LEFT = _COPY, _COMBINE
 _SIZE = Row._fields.index("size")
 
 
+class Direct(NamedTuple):
+    """The algorithm of a call in which ranks read each other's memory; see `CallSpec`."""
+
+    algorithm: Algorithm
+    options: tuple[tuple[str, Option], ...]
+    chosen: str
+
+
 class CallSpec(NamedTuple):
     """Everything that determines what a collective call does; hashable, and the key of all caches.
 
@@ -76,6 +84,7 @@ class CallSpec(NamedTuple):
     `placement.compile_lane`.  `shape`: the shape of the caller's array, or of one of its shards.
     `label`: the name in the ledger, if it is not the collective's.  `blocking` and `out`: whether
     the call blocks, and whether the caller passes `out`; they are only compared in checked mode.
+    `direct`: what runs instead if the ranks read each other's memory; None: the same.
     """
 
     collective: str
@@ -92,6 +101,14 @@ class CallSpec(NamedTuple):
     label: str = ""
     blocking: str = ""
     out: str = ""
+    direct: Direct | None = None
+
+    @property
+    def if_direct(self) -> CallSpec:
+        """The call that runs if the ranks read each other's memory."""
+        if self.direct is None:
+            return self
+        return self._replace(**self.direct._asdict(), segments=1, direct=None)
 
     @property
     def names(self) -> tuple[str, str]:

@@ -36,6 +36,7 @@ from collectives.runtime.description import Compared, line_of_caller
 from collectives.runtime.fingerprint import BAD_VALUE, Digest, Fingerprint
 from collectives.runtime.numbering import Numbering
 from collectives.runtime.run import Run
+from collectives.runtime.shown import Shown
 from collectives.runtime.work import Owner as Caller
 from collectives.runtime.work import Steps, Work, end_interrupted
 
@@ -212,8 +213,9 @@ def exchange(
     recorder = Recorder(
         (LABEL, ALGORITHM), named, program.sent, owner.ancestry, transport.rank, owner.axis
     )
-    run = Run(transport, program, execution, recorder)
-    run.number, run.is_ahead, run.num_rounds = number, True, f"{program.num_rounds} of its check"
+    shown = Shown(recorder, f"{program.num_rounds} of its check")
+    run = Run(transport, program, execution, shown)
+    run.number, run.is_ahead = number, True
     run.scratch_bytes = call.scratch_bytes
     return run
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 from collectives.diagnostics import (
     COMPLETE,
     FAILED,
     CallLog,
+    Entered,
     Position,
     Recorder,
     Waiting,
@@ -19,6 +20,7 @@ from collectives.diagnostics import (
 )
 from collectives.engines import Execution, Operands, Reusable, Transport
 from collectives.programs import Program
+from collectives.runtime.shown import Shown
 
 _BY_ENVELOPE = "peer", "thread"  # links of messages that are handed over
 
@@ -72,8 +74,8 @@ class Run:
 
     - `log`: the log in which it is entered; None: the log of the communicator's collectives.
     - `part_of`: the call that error messages name, if this run is a part of it.
-    - `num_rounds`: the number of rounds as text, if it is not that of the algorithm.
-    - `show_position`: returns a text that shows a position in the schedules of the ranks.
+    - `shown`: what is shown of a run.  `shown_if_staged`: what is shown of one that is staged, if
+      that has another program.
     - `is_ahead`: whether this is a header exchange that precedes the call itself.
     - `scratch_bytes`: of its program; of a comparison in checked mode, those of the call itself.
     - `envelope`: records the envelope that is sent if the message is handed over.
@@ -81,9 +83,9 @@ class Run:
     - `when_detached`: called when it does not run again.
     """
 
-    part_of = num_rounds = ""
-    show_position: Callable[[Position], str] | None = None
-    is_ahead = False
+    part_of = ""
+    shown_if_staged: Shown | None = None
+    is_ahead = _is_staged = False
     envelope: Recorder | None = None
     release: Callable[[Run], object] | None = None
     when_detached: Callable[[], object] | None = None
@@ -93,23 +95,23 @@ class Run:
         transport: Transport,
         program: Program,
         execution: Execution,
-        recorder: Recorder,
+        shown: Shown,
         log: CallLog | None = None,
     ) -> None:
-        self.transport, self.program, self._recorder = transport, program, recorder
+        self.transport, self.program, self.shown = transport, program, shown
         self.execution: Execution = execution
         self.scratch_bytes = program.num_scratch
-        self._number, self._entered = 1, list[list[Any]]()
+        self._number, self._entered = 1, list[Entered]()
         self.log = transport.log if log is None else log
-        self.key = self.log.register_run(recorder.describe, self)
-        self._entry = -1
+        self.key = self.log.register_run(shown.recorder.describe, self)
+        self._entry, self._entry_key = -1, self.key
         self.is_running = False
         self._is_logged_by_code = False  # compiled code marks it complete in the log
 
     def renumber(self, numbered: Callable[[int], str]) -> None:
         """Give the run other numbers in the ledgers, and a new key in the log."""
-        self._recorder = self._recorder.renumbered(numbered)
-        self.key = self.log.register_run(self._recorder.describe, self)
+        self.shown = self.shown._replace(recorder=self.shown.recorder.renumbered(numbered))
+        self.key = self.log.register_run(self.shown.recorder.describe, self)
 
     @property
     def reusable(self) -> Reusable:
@@ -128,14 +130,19 @@ class Run:
     @property
     def name(self) -> str:
         """The number of the run as text."""
-        return self._recorder.number(self.number)
+        return self.shown.recorder.number(self.number)
+
+    @property
+    def _shown_now(self) -> Shown:
+        """What is shown of the current run, or of the last one."""
+        return self.shown_if_staged if self._is_staged and self.shown_if_staged else self.shown
 
     @property
     def title(self) -> str:
         """The run, as error messages name it: collective, algorithm, number of the call."""
         if self.part_of:
             return self.part_of
-        collective, algorithm = self._recorder.names
+        collective, algorithm = self._shown_now.recorder.names
         return f"{collective} ({algorithm}), call {self.name}"
 
     def begin(
@@ -149,14 +156,30 @@ class Run:
         if not self.is_running:
             self.execution.limit = limit
             self.execution.restart(self.number, is_async=is_async)
-            self.is_running = True
+            self.is_running, self._is_staged = True, False
             self._entry = self.log.begin_entry(self.key, self.number)
+            self._entry_key = self.key
             self._began = self.number, phase, site, time.perf_counter()
-            self._entered = self._recorder.record(*self._began)
+            self._entered = self.shown.recorder.record(*self._began)
 
     def started_by_code(self) -> None:
         """Note that compiled code has started this run and has entered it in the log."""
         self.is_running = self._is_logged_by_code = True
+        self._is_staged = False
+
+    def note_staged(self) -> None:
+        """Show the program of a staged run, which is about to send."""
+        self._is_staged = True
+        if self.shown_if_staged is None:
+            return
+        recorder, number = self.shown_if_staged.recorder, self.number
+        if self._entered:
+            recorder.replace(self._entered, self._began[2])
+        if self._is_logged_by_code:  # which knows one program only
+            self._number, self._entry = number, self.reusable.log_entry
+            self._is_logged_by_code = False
+        self._entry_key = self.log.register_run(recorder.describe, self)
+        self.log.replace_key(self._entry, self.key, number, self._entry_key)
 
     def complete(self) -> None:
         """Note that the run is complete."""
@@ -165,7 +188,7 @@ class Run:
         else:
             self._log_end(self.execution.final_state)
         if self._entered:
-            self._recorder.note_links(self._entered, self.execution.link)
+            self._shown_now.recorder.note_links(self._entered, self.execution.link)
             self.execution.when_complete(partial(finish, self._entered))
             self._entered = []
             if self.envelope is not None and self.execution.link(0) in _BY_ENVELOPE:
@@ -201,7 +224,8 @@ class Run:
         """Enter the final state in the log, as compiled code does for runs that it completes."""
         if self._is_logged_by_code:
             self._number, self._entry = self.number, self.reusable.log_entry
-        self.log.end_entry(self._entry, self.key, self._number, state)
+            self._entry_key = self.key
+        self.log.end_entry(self._entry, self._entry_key, self._number, state)
         self.is_running = self._is_logged_by_code = False
 
     def detach(self) -> None:
@@ -221,8 +245,8 @@ class Run:
     def position(self) -> Position:
         """The position of the current run.  Any thread may ask, while another advances the run."""
         number, waiting = self.execution.position()
-        num_rounds = self.num_rounds or str(self.program.num_rounds)
-        return Position(number, num_rounds, waiting, self.execution.device_row)
+        num_rounds, device_row = self._shown_now.num_rounds, self.execution.device_row
+        return Position(number, num_rounds, waiting, device_row)
 
     def time_out_report(self, timeout: float | None) -> str:
         """The text of a time-out, which names the ranks that it waits for.
@@ -239,6 +263,6 @@ class Run:
     def _position_as_text(self) -> str:
         """The position, the ranks that it waits for, and its place in the schedules."""
         position = self.position()
-        if (show := self.show_position) is None:
+        if (show := self._shown_now.position) is None:
             return str(position)
         return "\n".join([str(position), part_of_report(lambda: show(position))])

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import lru_cache, partial
 from typing import NamedTuple
+from weakref import ReferenceType, ref
 
 from collectives.arrays import HOST, Array, Arrays, Backend, Operator
-from collectives.devices import ENVELOPE, DeviceCall, Devices, End, Tagged
-from collectives.diagnostics import Ancestry, CallLog, Position, Recorder, Sent
+from collectives.devices import ENVELOPE, DeviceCall, Devices, End, OnDevice, Tagged
+from collectives.diagnostics import Ancestry, CallLog, Recorder, Sent
 from collectives.engines import Execution, Operands, Transport
 from collectives.programs import (
     CallSpec,
@@ -25,12 +26,11 @@ from collectives.programs import (
     compile_call,
 )
 from collectives.runtime.run import Run
-from collectives.schedule import SPECS, Region, grid
+from collectives.runtime.shown import Shown, shown_of_call
+from collectives.schedule import Region
 
 _MAX_KINDS, _MAX_PER_KIND = 256, 8  # of idle runs
-_MAX_ROWS = 16  # ranks whose schedules a time-out shows
 _NO_ALGORITHM = "point_to_point"
-_MAX_ROUNDS = 4  # rounds that it shows before the current one, and after it
 
 
 class Ends(NamedTuple):
@@ -231,9 +231,27 @@ class RunPool:
             if is_ahead
             else self._execution(program, operands, tag, spec, number, is_plan=is_plan)
         )
-        run = self._run(spec.names, program, execution, numbered)
-        run.is_ahead, run.show_position = is_ahead, partial(_schedule_grid, spec, rank, size)
+        shown = self._shown(spec, program, numbered)
+        if isinstance(execution, OnDevice) and spec.direct is not None:
+            return self._of_direct(spec, execution, numbered, if_staged=shown)
+        run = Run(self._transport, program, execution, shown)
+        run.is_ahead = is_ahead
         return run
+
+    def _of_direct(
+        self, spec: CallSpec, on_device: OnDevice, numbered: Callable[[int], str], if_staged: Shown
+    ) -> Run:
+        """The run of a call that has another program if it is staged."""
+        program = on_device.program
+        shown = self._shown(spec.if_direct, program, numbered)
+        run = Run(self._transport, program, on_device, shown)
+        run.shown_if_staged = if_staged
+        on_device.when_staged = partial(_note_staged, ref(run))
+        return run
+
+    def _shown(self, spec: CallSpec, program: Program, numbered: Callable[[int], str]) -> Shown:
+        recorder = self._recorder(spec.names, numbered, program.sent)
+        return shown_of_call(spec, program, recorder, self._transport.rank, self._transport.size)
 
     def _execution(
         self,
@@ -248,7 +266,7 @@ class RunPool:
         """The execution of a call or a plan, which the others see if it is in host memory."""
         if operands.backend is not HOST:
             call = DeviceCall(spec, number if is_plan else 0)
-            on_devices = self._devices.execution(program, operands, tag, call, number)
+            on_devices = self._devices.execution(operands, tag, call, number)
             if on_devices is not None:
                 return on_devices
         board = self._transport.board
@@ -290,7 +308,8 @@ class RunPool:
         log: CallLog | None = None,
     ) -> Run:
         recorder = self._recorder(names, numbered, program.sent)
-        return Run(self._transport, program, execution, recorder, log)
+        shown = Shown(recorder, str(program.num_rounds))
+        return Run(self._transport, program, execution, shown, log)
 
     def _recorder(
         self, names: tuple[str, str], numbered: Callable[[int], str], sent: Sent
@@ -353,14 +372,10 @@ def _program_of(steps: Sequence[Step], itemsize: int) -> Program:
     return assembled(Lanes((Lane(tuple(steps)),)), itemsize)
 
 
-def _schedule_grid(spec: CallSpec, rank: int, size: int, position: Position) -> str:
-    """The schedules, with the cell where this rank waits; of many ranks, only those concerned."""
-    algorithm, here = spec.algorithm, position.round
-    root = spec.root if SPECS[spec.collective].is_rooted else None
-    with_peers = {rank, *(waiting.peer for waiting in position.waiting_for)}
-    ranks = range(size) if size <= _MAX_ROWS else sorted(with_peers)
-    schedules = {each: algorithm.schedule(each, size, root, **dict(spec.options)) for each in ranks}
-    return grid(schedules, (rank, here), range(max(0, here - _MAX_ROUNDS), here + _MAX_ROUNDS))
+def _note_staged(reference: ReferenceType[Run]) -> None:
+    """Let a run show that it is staged, unless it was dropped."""
+    if (run := reference()) is not None:
+        run.note_staged()
 
 
 def _of_runs(name: str, run: int) -> str:

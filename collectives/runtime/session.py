@@ -348,10 +348,11 @@ class Session:
         dtype, size = arrays.dtype, self.transport.size
         num_bytes = select.num_bytes_of(counts, dtype.itemsize)
         like = arrays.target if arrays.source is None else arrays.source
-        choice = select.choose(
-            *(collective, algorithm, size, num_bytes, op, self.decisions, self.topology),
-            itemsize=dtype.itemsize,
-        )
+        call = collective, algorithm, size, num_bytes, op, self.decisions, self.topology
+        choice, direct = select.choose(*call, dtype.itemsize), None
+        if not arrays.backend.is_host:
+            on_device = select.choose(*call, dtype.itemsize, on_device=True)
+            direct = on_device.direct_beside(choice)
         shape = None if like is None else tuple(like.shape)
         if shape is not None and choice.options.get("shards"):
             shape = shape[1:]  # ranks may have different numbers of shards
@@ -370,6 +371,7 @@ class Session:
             label,
             "" if self.numbering.can_mix else {None: "", True: "yes", False: "no"}[is_blocking],
             out,
+            direct,
         )
 
     def perform(

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.algorithms import Algorithm, Option
-from collectives.programs import CallSpec, Counts
+from collectives.programs import CallSpec, Counts, Direct
 from collectives.schedule import SPECS, even_counts
 
 
@@ -31,6 +31,14 @@ class Choice(NamedTuple):
             self.algorithm.collective, self.algorithm, tuple(self.options.items()), self.segments,
             self.label, np.dtype(f"V{itemsize}"), counts, root,
         )  # fmt: skip
+
+    def direct_beside(self, staged: Choice) -> Direct | None:
+        """What this choice for devices makes of a call; None if it is what is staged."""
+        if (self.algorithm, self.options, self.segments) == (
+            *(staged.algorithm, staged.options, staged.segments),
+        ):
+            return None
+        return Direct(self.algorithm, tuple(self.options.items()), self.label)
 
 
 def even_parts(collective: str, size: int, num_bytes: int) -> Counts:

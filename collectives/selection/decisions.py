@@ -15,8 +15,8 @@ Both write their part of a file of JSON:
                   "8 on 4 hosts": {...}, ...},
      "measured_on_devices": {"4": {...}, ...}}
 
-The machine is null if none was fitted.  What was measured on arrays of GPUs, which ranks of one host
-read in each other's memory, is apart; files of earlier versions do not have it.
+The machine is null if none was fitted.  What was measured on arrays of GPUs, which the ranks of one
+host read in each other's memory, is apart; files of earlier versions do not have it.
 """
 
 from __future__ import annotations
