@@ -277,8 +277,8 @@ class Communicator(Collectives, PointToPoint):
 
         Returns an `Explanation`: the choice, the reason, the predicted times of all candidates, the
         restrictions of the others, what runs the program, and for arrays on a GPU which ranks
-        this one can reach without the host.  Raises the ValueError or TypeError
-        that the call would raise.
+        this one can reach without the host, and what runs if the call is staged.  Raises the
+        ValueError or TypeError that the call would raise.
         """
         algorithms.names(collective)
         num_bytes, combine, dtype = 0, None, np.dtype(np.uint8)
@@ -291,12 +291,14 @@ class Communicator(Collectives, PointToPoint):
             if SPECS[collective].is_reduction:
                 combine = operator(op, collective)
                 combine.check(array.dtype)
-        found = explain(
-            collective, algorithm, self.size, num_bytes, combine, self.decisions, self.topology
-        )
         session = self._session
+        why_staged = "" if backend.is_host else session.devices.why_staged(backend, combine, dtype)
+        found = explain(
+            *(collective, algorithm, self.size, num_bytes, combine, self.decisions, self.topology),
+            on_device=not (backend.is_host or why_staged),
+        )
         run_by = runs_by(session.transport, backend, combine, dtype)
-        return found._replace(run_by=run_by, links=session.devices.explain(backend))
+        return found._replace(run_by=run_by, links=session.devices.explain(backend, why_staged))
 
     @property
     def decisions(self) -> Decisions | None:

@@ -6,13 +6,15 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 from weakref import ReferenceType, ref
 
-from collectives.arrays import Backend, jit
+import numpy as np
+
+from collectives.arrays import Backend, Operator, jit
 from collectives.devices.call import DeviceCall
 from collectives.devices.direct import DirectMemory
-from collectives.devices.driver import Driver, DriverError
+from collectives.devices.driver import DriverError, Kernels
 from collectives.devices.drivers import driver_of
 from collectives.devices.execution import OnDevice, not_staged
 from collectives.devices.kept import Kept
@@ -203,7 +205,9 @@ class Devices:
         if isinstance(call.spec.counts, OwnCounts):
             return "no rank knows all counts"
         try:
-            return _why_no_kernel(driver_of(operands.backend), operands)
+            function, is_average = operands.function, operands.divisor > 1
+            kernels = driver_of(operands.backend).kernels
+            return _why_no_kernel(kernels, function, operands.output.dtype, is_average=is_average)
         except LookupError:  # on this rank
             return ""
 
@@ -230,15 +234,28 @@ class Devices:
             return "no other rank is on this host"
         return board.why_no_device or jit.why_unavailable() or ""
 
-    def explain(self, backend: Backend) -> str:
+    def why_staged(self, backend: Backend, op: Operator | None, dtype: np.dtype[Any]) -> str:
+        """Why a call on arrays of a backend would be staged, as far as this rank knows, or ""."""
+        if why := self._why_always_staged() or self._transport.board.why_no_area:
+            return why
+        if op is None:
+            return ""
+        try:
+            with backend.on_stream(backend.current_stream()):  # the device is the current one
+                kernels = driver_of(backend).kernels
+                return _why_no_kernel(kernels, op.function, dtype, is_average=op.is_average)
+        except (LookupError, DriverError) as error:
+            return str(error)
+
+    def explain(self, backend: Backend, why_staged: str) -> str:
         """How this rank and the others send arrays of a backend to each other; "" on the host."""
         links, board = self._links, self._transport.board
         if backend.is_host:
             return ""
         is_direct = self._transport.message_memory(backend).link == "direct"
-        if why := self._why_always_staged() or board.why_no_area:
+        if why_staged:
             way = "sent by MPI from device memory" if is_direct else "staged in host memory"
-            return f"all {way}: {why}"
+            return f"all {way}: {why_staged}"
         if links is None or links.staged is None:
             return "not known before the first call on devices"
         others = [rank for rank in range(self._transport.size) if rank != board.rank]
@@ -288,15 +305,16 @@ def _state_of(reference: ReferenceType[Watch]) -> int:
     return COMPLETE if watch is None else watch.state
 
 
-def _why_no_kernel(driver: Driver, operands: Operands) -> str:
+def _why_no_kernel(
+    kernels: Kernels, function: Any, dtype: np.dtype[Any], *, is_average: bool
+) -> str:
     """Why no kernel combines or divides; "" if there is one where one is needed."""
-    function, dtype, kernels = operands.function, operands.output.dtype, driver.kernels
     if function is None:
         return ""
     if not isinstance(function, str):
         return "its operator is a function in Python"
     if kernels.combine(function, dtype) is None:
         return f"no kernel combines {dtype}"
-    if operands.divisor > 1 and kernels.divide(dtype) is None and dtype.kind in "fcV":
+    if is_average and kernels.divide(dtype) is None and dtype.kind in "fcV":
         return f"no kernel divides {dtype}"
     return ""

@@ -31,9 +31,10 @@ class Explanation(NamedTuple):
 
     `num_bytes`: the n of the formulas.  `chosen`: the algorithm as a caller names it.  `reason`:
     who or what chose it.  `run_by`: what runs the program, and why it is not compiled code if it is
-    not.  `links`: of arrays on a GPU, how this rank and the others reach each other.  `candidates`:
-    all that could run, by predicted time.  The predictions decide only where nothing was measured
-    and a machine was fitted.
+    not.  `links`: of arrays on a GPU, how this rank and the others reach each other.  `if_staged`:
+    of such a call, what runs instead if it is staged in host memory, and why; "": the same.
+    `candidates`: all that could run, by predicted time between arrays in host memory.  The
+    predictions decide only where nothing was measured and a machine was fitted.
     """
 
     collective: str
@@ -45,6 +46,7 @@ class Explanation(NamedTuple):
     rejected: tuple[Rejected, ...]
     run_by: str = ""
     links: str = ""
+    if_staged: str = ""
 
     def __str__(self) -> str:
         width = max(len(label) for label, _ in (*self.candidates, *self.rejected))
@@ -53,7 +55,8 @@ class Explanation(NamedTuple):
             f"why: {self.reason}",
             *([f"run by: {self.run_by}"] if self.run_by else []),
             *([f"links: {self.links}"] if self.links else []),
-            f"  {'algorithm':{width}}  predicted us",
+            *([f"if staged: {self.if_staged}"] if self.if_staged else []),
+            f"  {'algorithm':{width}}  predicted us{' in host memory' if self.links else ''}",
         ]
         for label, seconds in self.candidates:
             mark = "*" if label == self.chosen else " "
@@ -70,10 +73,13 @@ def explain(
     operator: Operator | None = None,
     decisions: Decisions | None = None,
     topology: Topology | None = None,
+    *,
+    on_device: bool = False,
 ) -> Explanation:
     """The explanation of a call.  The arguments and errors are those of `choose`."""
     text = preferred(collective) if algorithm is None else algorithm
-    choice = choose(collective, text, size, num_bytes, operator, decisions, topology)
+    call = collective, text, size, num_bytes, operator, decisions, topology
+    choice, staged = choose(*call, on_device=on_device), choose(*call)
     is_preferred = algorithm is None and text is not None
     reason = "named by collectives.using" if is_preferred else choice.reason
     labels = dict.fromkeys(
@@ -89,5 +95,6 @@ def explain(
         Rejected(label, words) for label, words in restrictions.items() if words is not None
     ]
     return Explanation(
-        collective, size, num_bytes, choice.label, reason, tuple(candidates), tuple(rejected)
-    )
+        collective, size, num_bytes, choice.label, reason, tuple(candidates), tuple(rejected),
+        if_staged="" if choice.label == staged.label else f"{staged.label}, {staged.reason}",
+    )  # fmt: skip

@@ -209,7 +209,8 @@ def by_rules(
         and (is_power or not rule.powers_of_two_only)
         and (hosts.max_ranks > 1 or not rule.shares_hosts)
     ]
-    for rule in applicable:
+    for number, rule in enumerate(applicable):
         if num_bytes <= rule.largest:
-            sizes = size_range(rule.largest, num_bytes, [rule.largest for rule in applicable])
+            before = [rule.largest for rule in applicable[:number]]
+            sizes = size_range(rule.largest, num_bytes, before)
             yield rule.name, f"built-in rule{between}: {sizes}"
