@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby, pairwise
 
-from collectives import Topology
+from collectives import Topology, algorithms
 from collectives.selection.decisions import Row
 from collectives.selection.explanation import explain
 from collectives.selection.labels import NamedAlgorithm, parse_label
@@ -30,13 +30,29 @@ def promising(collective: str, hosts: Topology, num_bytes: int) -> list[str]:
     return [candidate.label for candidate in candidates if candidate.seconds <= longest]
 
 
+def for_devices(collective: str, size: int) -> list[str]:
+    """The algorithms that ranks can run which read each other's arrays on devices.
+
+    Without those that cut messages into segments: every segment is one more call of the driver.
+    """
+    found = {name: algorithms.info(collective, name) for name in algorithms.names(collective)}
+    return [
+        name
+        for name, algorithm in found.items()
+        if algorithm.serves(size) and "segments" not in algorithm.options
+    ]
+
+
 # Tables
 
 
-def rows(collective: str, hosts: Topology, times: Times) -> tuple[Row, ...]:
+def rows(
+    collective: str, hosts: Topology, times: Times, *, on_device: bool = False
+) -> tuple[Row, ...]:
     """The table of a collective.  Between two sizes measured the limit is their geometric mean."""
     limits = [math.isqrt(low * high) for low, high in pairwise(times)]
-    best = [reachable(collective, each) for each in rankings(collective, hosts, times)]
+    found = rankings(collective, hosts, times, on_device=on_device)
+    best = [reachable(collective, each) for each in found]
     both = zip([*limits, math.inf], best, strict=True)
     return tuple(
         Row(max(limit for limit, _ in group), labels)
@@ -44,7 +60,9 @@ def rows(collective: str, hosts: Topology, times: Times) -> tuple[Row, ...]:
     )
 
 
-def rankings(collective: str, hosts: Topology, times: Times) -> list[list[str]]:
+def rankings(
+    collective: str, hosts: Topology, times: Times, *, on_device: bool = False
+) -> list[list[str]]:
     """The algorithms at every size, best first.
 
     Among those that are as fast as the fastest not luck decides: first comes what the built-in
@@ -54,12 +72,18 @@ def rankings(collective: str, hosts: Topology, times: Times) -> list[list[str]]:
     num_sizes = Counter(label for labels in fast.values() for label in labels)
 
     def ranked(num_bytes: int) -> list[str]:
-        ruled = choose(collective, None, hosts.size, num_bytes, topology=hosts).label
+        ruled = by_rule(collective, hosts, num_bytes, on_device=on_device)
         level, each = fast[num_bytes], times[num_bytes]
         level.sort(key=lambda label: (label != ruled, -num_sizes[label]))
         return level + sorted(set(each) - set(level), key=each.__getitem__)
 
     return list(map(ranked, times))
+
+
+def by_rule(collective: str, hosts: Topology, num_bytes: int, *, on_device: bool) -> str:
+    """The choice of the built-in rules."""
+    call = collective, None, hosts.size, num_bytes
+    return choose(*call, topology=hosts, on_device=on_device).label
 
 
 def _fast(times: Mapping[str, float]) -> list[str]:

@@ -69,6 +69,35 @@ def test_what_is_not_measured_again_stays(tmp_path):
     assert after[two].facts["mpi"] != "an older one"
 
 
+def test_what_is_measured_on_devices_is_apart(tmp_path):
+    path = tmp_path / "decisions.json"
+    host = {"facts": {}, "tables": {"exscan": [{"up_to": None, "best": ["doubling"]}]}}
+    path.write_text(json.dumps({"machine": None, "measured": {"2": host}}))
+    program = str(Path(__file__).with_name("tune_program.py"))
+    options = ["--device", "cuda", "--collective", "exscan", "--output", str(path)]
+    job = run(program, *QUICK, "-e", "8", *options)
+    assert job.returncode == 0, job.stdout + job.stderr
+    found = Decisions.from_json(path.read_text())
+    assert found.measured[Ranks(2)].tables["exscan"][0].labels == ("doubling",)
+    (two,) = found.on_devices.values()
+    assert two.facts["arrays"] == "fake" and set(two.tables) == {"exscan"}
+    labels = {label for row in two.tables["exscan"] for label in row.labels}
+    on_device = collectives.choose("exscan", None, 2, 8, decisions=found, on_device=True)
+    assert on_device.label in labels and "measured on devices of 2 ranks" in on_device.reason
+    assert collectives.choose("exscan", None, 2, 8, decisions=found).label == "doubling"
+    assert "linear" in job.stdout, "the built-in rule for devices"
+
+
+def test_a_call_that_would_be_staged_is_not_measured(tmp_path):
+    """Nothing is written."""
+    path = tmp_path / "decisions.json"
+    program = str(Path(__file__).with_name("tune_program.py"))
+    options = ["--device", "cuda", "--collective", "exscan", "--output", str(path)]
+    job = run(program, *QUICK, *options, "-d", "longdouble")
+    assert job.returncode == 1 and "the call would be staged" in job.stderr, job.stderr
+    assert not path.exists()
+
+
 REFUSED = {
     "wrong.json": "decisions are not JSON",
     "missing/new.json": "there is no folder",
