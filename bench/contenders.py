@@ -52,15 +52,18 @@ def contender(comm: Communicator, case: Case, buffers: Buffers, name: str) -> Co
     return Contender(plan.run, plan.free, buffers.y)
 
 
-def algorithm_of(case: Case, name: str) -> str | None:
+def algorithm_of(comm: Communicator, case: Case, name: str) -> str | None:
     """The algorithm behind a contender's name; None where others choose their own."""
     if name == BOUND or name in _OTHERS or name in WAYS or name in RIVALS:
         return None
     if name not in (PLAN, CALL, FRESH):
         return name
     op = operator(case.op, case.collective) if SPECS[case.collective].is_reduction else None
+    backend, devices = case.backend, comm._session.devices
     chosen = select.choose(
-        case.collective, None, case.size, case.num_bytes, op, topology=case.topology
+        *(case.collective, None, case.size, case.num_bytes, op),
+        topology=case.topology,
+        on_device=not (backend.is_host or devices.why_staged(backend, op, case.dtype)),
     )
     return chosen.label
 

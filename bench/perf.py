@@ -181,7 +181,7 @@ class Benchmark:
             self.form(case, ours, buffers_of, show) for buffers_of in (out_of_place, in_place)
         )
         return [
-            Row(case, name, algorithm_of(case, name), apart.get(name), inside.get(name))
+            Row(case, name, algorithm_of(self.comm, case, name), apart.get(name), inside.get(name))
             for name in dict.fromkeys([*apart, *inside])
         ]
 
@@ -204,9 +204,9 @@ class Benchmark:
         first = kept[0].seconds
         noise = abs(second.seconds - first) / min(second.seconds, first)
         return {
-            name: report.measurement(case, name, algorithm_of(case, name), outcome.samples,
-                                     outcome.wrong, average=self.options.average, noise=noise,
-                                     rate=self.rate)
+            name: report.measurement(case, name, algorithm_of(self.comm, case, name),
+                                     outcome.samples, outcome.wrong, average=self.options.average,
+                                     noise=noise, rate=self.rate)
             for name, outcome in zip(made, kept, strict=True) if outcome.samples is not None
         }  # fmt: skip
 

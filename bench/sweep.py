@@ -114,7 +114,7 @@ class Sweep:
         found = outcomes(case, buffers, made, spent)
         seconds = {name: each.seconds for name, each in zip(names, found, strict=True)}
         wrong = {name: each.wrong or 0 for name, each in zip(names, found, strict=True)}
-        label = algorithm_of(case, PLAN) or ""
+        label = algorithm_of(comm, case, PLAN) or ""
         return Timed(collective, size, label, seconds, wrong, watch.cores())
 
 
