@@ -74,7 +74,8 @@ def decisions() -> bytes:
     }  # fmt: skip
     measured = Measured({"mpi": "MPI 5", "when": "today"}, tables)
     fitted = Fitted({"mpi": "MPI 5"}, DEFAULT)
-    return Decisions({Ranks(2): measured, Ranks(4): measured}, fitted).to_json().encode()
+    host, devices = {Ranks(2): measured, Ranks(4): measured}, {Ranks(2): measured}
+    return Decisions(host, fitted, devices).to_json().encode()
 
 
 def decide(path: Path) -> None:
@@ -82,7 +83,10 @@ def decide(path: Path) -> None:
     loaded = Decisions.from_json(path.read_bytes())
     for collective in ("broadcast", "all_reduce", "all_to_all", "all_gather"):
         for size in (2, 3, 4):
-            collectives.choose(collective, None, size, 10**6, decisions=loaded)
+            for on_device in (False, True):
+                collectives.choose(
+                    collective, None, size, 10**6, decisions=loaded, on_device=on_device
+                )
 
     def body(comm: collectives.Communicator) -> None:
         comm.load_decisions(path)

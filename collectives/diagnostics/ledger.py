@@ -195,7 +195,10 @@ class Ledger:
         self.entered.append(entry)
 
     def replace(self, entry: list[Any], call: Call, site: str) -> None:
-        """See `Recording.replace`."""
+        """Replace what an `entry` says is sent by a `call`: the run turned out to be staged.
+
+        Its `site`, a line of the program, is not kept.
+        """
         entry[_CALL] = call
 
     @property

@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
-from itertools import combinations
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import chain, combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 import collectives
-from collectives import CollectiveError, CollectiveMismatch, Communicator, ScheduleError
+from collectives import (
+    CollectiveError,
+    CollectiveMismatch,
+    Communicator,
+    ScheduleError,
+    algorithms,
+)
 from collectives.arrays import Arrays, operator
 from collectives.devices.call import DeviceCall
 from collectives.devices.links import Proposal
 from collectives.diagnostics.totals import Totals
-from collectives.lowering import lower
+from collectives.lowering import DeviceKind, DeviceProgram, lower
 from collectives.programs import CallSpec
 from collectives.runtime.run import Run
+from collectives.schedule import SPECS
 from collectives.selection import Decisions, select
 from collectives.selection.rules import DEVICE_RULES, RULES
 from tests import device_scenarios as scenarios
+from tests.device.lowered_cases import Case
 from tests.fake_device import BACKEND, on_device, on_host
 from tests.scenarios import COLLECTIVES, Job, random_rows
 
@@ -188,6 +198,87 @@ def test_a_call_that_hangs_is_shown_as_it_is_staged() -> None:
         work.wait()
 
     run(body)
+
+
+# What the rules are made for: counted in the device programs of all ranks
+
+
+class Counted(NamedTuple):
+    """The hops of a device program, and the bytes on the link of the busiest rank, as parts of n.
+
+    A hop: a rank raises a counter, for which the device of another one waits.
+    """
+
+    hops: int
+    link: float
+
+
+@cache
+def counted(collective: str, name: str, size: int) -> Counted:
+    n = 840
+    counts: Any = n if SPECS[collective].has_pieces else (n // size,) * size
+    counts = (counts,) * size if collective == "all_to_all" else counts
+    counts = (0,) * size if collective == "barrier" else counts
+    lowered = Case(collective, name, size, counts).lowered()
+    sent = Counter[int]()
+    for operation in chain.from_iterable(program.operations for program in lowered):
+        for operand in operation.operands:
+            if operation.target is not None and operand.rank != operation.target.rank:
+                sent[operand.rank] += operation.size
+    received = [program.remote_bytes for program in lowered]
+    return Counted(hops(lowered), max(*sent.values(), *received, 0, 0) / (4 * n))
+
+
+def hops(lowered: Sequence[DeviceProgram]) -> int:
+    """The longest chain of awaits, each of a counter that was raised after the one before it."""
+    raised, depths, places = dict[Any, int](), [0] * len(lowered), [0] * len(lowered)
+    while any(place < len(each.operations) for place, each in zip(places, lowered, strict=True)):
+        for rank, program in enumerate(lowered):
+            for operation in program.operations[places[rank] :]:
+                message = operation.counter, operation.value
+                if operation.kind == DeviceKind.AWAIT:
+                    reached = [
+                        depth
+                        for (counter, value), depth in raised.items()
+                        if counter == operation.counter and value >= operation.value
+                    ]
+                    if not reached:
+                        break
+                    depths[rank] = max(depths[rank], min(reached) + 1)
+                elif operation.kind == DeviceKind.SIGNAL:
+                    raised[message] = depths[rank]
+                places[rank] += 1
+    return max(depths)
+
+
+def others(collective: str, size: int) -> list[str]:
+    """The algorithms that the rules may name: those without options that change what is sent."""
+    found = {name: algorithms.info(collective, name) for name in algorithms.names(collective)}
+    is_plain = lambda each: not {"segments", "shards", "per_host"} & set(each.options)  # noqa: E731
+    return [name for name, each in found.items() if each.serves(size) and is_plain(each)]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("collective", algorithms.collectives())
+def test_small_calls_have_the_fewest_hops_and_large_ones_the_least_bytes(
+    collective: str, size: int
+) -> None:
+    small, large = (
+        counted(collective, select.choose(collective, None, size, n, on_device=True).label, size)
+        for n in (8, 2**40)
+    )
+    every = [counted(collective, name, size) for name in others(collective, size)]
+    # A tree combines at once what its root combines in a chain of 7 kernels.
+    extra = 1 if (collective, size) == ("reduce", 8) else 0
+    assert small.hops == min(each.hops for each in every) + extra
+    if collective not in ("scan", "exscan"):  # whose chains send the least, and take the longest
+        assert large.link == min(each.link for each in every)
+
+
+def test_other_algorithms_have_more_hops_or_bytes() -> None:
+    """Or the comparison would say nothing."""
+    assert counted("all_reduce", "ring", 8).hops > counted("all_reduce", "one_shot", 8).hops
+    assert counted("all_reduce", "one_shot", 8).link > counted("all_reduce", "two_shot", 8).link
 
 
 # Named algorithms, and calls that may not be staged

@@ -112,6 +112,62 @@ def test_what_is_wrong_is_refused_with_its_place(place: str, value: Any, sentenc
         Decisions.from_json(changed(place, value))
 
 
+def test_what_was_measured_on_devices_is_apart() -> None:
+    """Neither says anything of the other, and older files have none of it."""
+    host, devices = measured(all_gather=[row(None, "ring")]), [row(None, "bruck(radix=4)", "ring")]
+    text = json.dumps({
+        "machine": None, "measured": {"4": host, "8": host},
+        "measured_on_devices": {"8": measured(all_gather=devices)},
+    })  # fmt: skip
+    found = Decisions.from_json(text)
+    assert Decisions.from_json(found.to_json()).on_devices == found.on_devices
+
+    def chosen(decisions: Decisions | None, *, on_device: bool) -> tuple[str, str]:
+        call = "all_gather", None, 4, 2**20, None, decisions
+        choice = select.choose(*call, on_device=on_device)
+        return choice.label, choice.reason
+
+    assert chosen(found, on_device=False) == ("ring", "table measured on 4 ranks: every size")
+    where = "table measured on devices of 8 ranks, the nearest to 4: every size"
+    assert chosen(found, on_device=True) == ("bruck(radix=4)", where)
+    older = read({"4": host})
+    assert older.on_devices == {}
+    assert chosen(older, on_device=True) == chosen(None, on_device=True)
+    assert chosen(older, on_device=False)[0] == "ring"
+
+
+def test_one_more_measurement_on_devices_changes_nothing_else() -> None:
+    rows = (Row(math.inf, ("ring",)),)
+    before = read({"4": measured(all_gather=TABLE)})
+    after = before.including_devices(Ranks(4), Measured({}, {"all_gather": rows}))
+    again = after.including_devices(Ranks(4), Measured({"mpi": "MPI 6"}, {"all_reduce": rows}))
+    assert (after.measured, again.fitted) == (before.measured, before.fitted)
+    tables = {"all_gather": rows, "all_reduce": rows}
+    assert again.on_devices == {Ranks(4): Measured({"mpi": "MPI 6"}, tables)}
+    assert again.including(Ranks(2), Measured({}, {})).on_devices == again.on_devices
+
+
+def test_segments_that_were_not_measured_on_devices_are_not_added() -> None:
+    labels = {"chain(chains=3)": 1, "chain(chains=3,segments=8)": 8}
+    for text, segments in labels.items():
+        found = measured(broadcast=[row(None, text)])
+        both = {"machine": None, "measured": {}, "measured_on_devices": {"4": found}}
+        decisions = Decisions.from_json(json.dumps(both))
+        choice = select.choose("broadcast", None, 4, 2**20, None, decisions, on_device=True)
+        assert (choice.options, choice.segments) == ({"chains": 3, "segments": segments}, 1)
+
+
+@pytest.mark.parametrize("place", ["measured_on_devices", "measured_on_device"])
+def test_what_is_wrong_of_devices_is_refused_with_its_place(place: str) -> None:
+    data = {"machine": None, "measured": {}, place: {"4 ranks": measured()}}
+    sentence = {
+        "measured_on_devices": "measured_on_devices: '4 ranks' is not a number of ranks",
+        "measured_on_device": "decisions must have machine, measured, and nothing else",
+    }[place]
+    with pytest.raises(ValueError, match=sentence):
+        Decisions.from_json(json.dumps(data))
+
+
 @pytest.mark.parametrize("text", ["", "{", b"\xff\xfe\xff", "[" * 200_000])
 def test_what_is_no_json_is_refused(text: str | bytes) -> None:
     with pytest.raises(ValueError, match="decisions are not JSON"):

@@ -73,6 +73,43 @@ def test_defaults_for_large_vectors_send_the_least_between_hosts(shape: tuple[in
     assert by_host.sum() - by_host.trace() > num_hosts * least["all_reduce"]
 
 
+@pytest.mark.parametrize("collective", algorithms.collectives())
+def test_there_is_a_default_for_devices_and_it_has_no_segments(collective: str) -> None:
+    ops = [None, MATMUL] if collective in REDUCTIONS else [None]
+    for size, num_bytes, op in product([1, 2, 3, 4, 7, 8, 16, 33], [*NUM_BYTES, 2**23 + 1], ops):
+        choice = select.choose(collective, None, size, num_bytes, op, on_device=True)
+        assert choice.algorithm.serves(size) and (op is None or choice.algorithm.is_ordered)
+        assert choice.segments == 1 and "segments" not in choice.algorithm.options
+    sizes = [2**20, 2**26]
+    host = [select.choose(collective, None, 8, num_bytes) for num_bytes in sizes]
+    has_segments = [each.segments > 1 or "segments" in each.options for each in host]
+    assert any(has_segments) == (collective in {"broadcast", *REDUCTIONS}), "or nothing is tested"
+
+
+def test_devices_of_several_hosts_run_what_is_chosen_for_the_host() -> None:
+    for num_bytes in NUM_BYTES:
+        call = "all_reduce", None, 8, num_bytes
+        several = select.choose(*call, topology=on((4, 2)))
+        assert select.choose(*call, topology=on((4, 2)), on_device=True) == several
+        alone = select.choose(*call, topology=on((1, 8)), on_device=True)
+        assert alone == select.choose(*call, on_device=True) != several
+
+
+def test_a_named_algorithm_is_the_same_on_devices() -> None:
+    for text in ("ring", "segmented_ring", "segmented_ring(segments=3)"):
+        call = "all_reduce", text, 4, 2**24
+        assert select.choose(*call, on_device=True) == select.choose(*call)
+
+
+def test_the_reason_names_devices_and_the_sizes_of_the_rule() -> None:
+    def reason(size: int, num_bytes: int) -> str:
+        return select.choose("all_reduce", None, size, num_bytes, on_device=True).reason
+
+    assert reason(4, 8) == "built-in rule for devices: up to 1048576 bytes"
+    assert reason(4, 2**20 + 1) == "built-in rule for devices: above 1048576 bytes"
+    assert reason(9, 2**16) == "built-in rule for devices: up to 65536 bytes"
+
+
 def test_the_reason_names_the_hosts() -> None:
     def reason(num_bytes: int) -> str:
         return select.choose("all_reduce", None, 8, num_bytes, topology=on((4, 2))).reason
