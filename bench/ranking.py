@@ -30,17 +30,20 @@ def promising(collective: str, hosts: Topology, num_bytes: int) -> list[str]:
     return [candidate.label for candidate in candidates if candidate.seconds <= longest]
 
 
-def for_devices(collective: str, size: int) -> list[str]:
+def for_devices(collective: str, hosts: Topology, num_bytes: int) -> list[str]:
     """The algorithms that ranks can run which read each other's arrays on devices.
 
-    Without those that cut messages into segments: every segment is one more call of the driver.
+    The choice of the built-in rules, which may have options, and all that do not cut messages into
+    segments: every segment is one more call of the driver.
     """
-    found = {name: algorithms.info(collective, name) for name in algorithms.names(collective)}
-    return [
+    every = {name: algorithms.info(collective, name) for name in algorithms.names(collective)}
+    names = [
         name
-        for name, algorithm in found.items()
-        if algorithm.serves(size) and "segments" not in algorithm.options
+        for name, algorithm in every.items()
+        if algorithm.serves(hosts.size) and "segments" not in algorithm.options
     ]
+    ruled = by_rule(collective, hosts, num_bytes, on_device=True)
+    return list(dict.fromkeys([*names, ruled]))
 
 
 # Tables

@@ -182,7 +182,7 @@ class Tuner:
     def names(self, case: Case) -> list[str]:
         """The algorithms that are measured."""
         if self.on_device:
-            return ranking.for_devices(case.collective, case.size)
+            return ranking.for_devices(case.collective, self.comm.topology, case.num_bytes)
         return ranking.promising(case.collective, self.comm.topology, case.num_bytes)
 
     def winners(self, collective: str, times: Times) -> Table:

@@ -11,7 +11,7 @@ _NO_LIMIT = float("inf")
 
 
 class Rule(NamedTuple):
-    """An algorithm for up to `largest` bytes (n) and `max_ranks` ranks.
+    """An algorithm, perhaps with options, for up to `largest` bytes (n) and `max_ranks` ranks.
 
     `powers_of_two_only`: only if p is a power of two.  `shares_hosts`: only if some host has
     several ranks.
@@ -139,46 +139,49 @@ HOST_RULES: dict[str, Sequence[Rule]] = {
 }
 
 # The rules for ranks of one host that read each other's arrays on devices.  No algorithm has
-# segments: they make messages overlap, and here each costs one more call of the driver.
+# segments: they let messages overlap, and here each costs calls of the driver.
 #
-# Where n is small, the hops decide: a rank raises a counter, and the device of another one awaits
-# it.  One takes 3.5 us, a copy 4 us more (measured on an H100).  Where n is large, the bytes that
-# cross the link of the busiest rank decide.  Both were counted in the device programs of 2, 4 and 8
-# ranks.  The limits of all_reduce on 2 and 4 ranks lie between sizes that were measured on one H100
-# that the ranks share; the other limits were not measured.  They follow from the counts, these
-# times, and a link of 450 GB/s.  `bench tune --device cuda` measures.
+# Where n is small, the fewest hops are the fastest: a rank raises a counter, and the device of
+# another one awaits it.  A hop takes 3.5 us, and 142 us if ranks take turns on one device; a copy
+# takes 4 us more (measured on one H100).  Where n is large, the bytes on the link of the busiest
+# rank decide.  Hops and bytes are counted in the device programs of 2, 4 and 8 ranks, as
+# `tests/device/test_selection.py` does.  The limits are not measured: there a link of 450 GB/s
+# saves what `simulate_devices` predicts that more hops and calls cost, or somewhat less, because an
+# executor with fewer calls loses less.  `bench tune --device cuda` measures.
 DEVICE_RULES: dict[str, Sequence[Rule]] = {
-    # To 8 ranks, one root sends 7 n over its link, and after a scatter 1.75 n, in 5 to 9 more hops.
+    # All read the memory of the root at once.  On 8 ranks it sends 7 n over its link, and after a
+    # scatter 1.75 n, in 9 more hops.
     "broadcast": (
-        Rule(_NO_LIMIT, "linear", max_ranks=2),
-        Rule(8 * 1024**2, "linear"),
+        Rule(_NO_LIMIT, "knomial(radix=16)", max_ranks=2),
+        Rule(8 * 1024**2, "knomial(radix=16)"),
         Rule(_NO_LIMIT, "scatter_ring_all_gather"),
     ),
-    # A node of knomial combines its children at once.  The root receives 4 n on 8 ranks; after a
-    # reduce-scatter it is 1.75 n, in 4 more hops.
+    # The root combines up to 8 vectors at once, as many as a kernel reads.  On 8 ranks it receives
+    # 7 n, and after a reduce-scatter 1.75 n, in 5 more hops.
     "reduce": (
-        Rule(_NO_LIMIT, "knomial", max_ranks=2),
-        Rule(8 * 1024**2, "knomial"),
+        Rule(_NO_LIMIT, "knomial(radix=8)", max_ranks=2),
+        Rule(8 * 1024**2, "knomial(radix=8)"),
         Rule(_NO_LIMIT, "reduce_scatter_gather"),
         Rule(_NO_LIMIT, "linear"),
     ),
-    # one_shot: 2 hops and one kernel, which reads (p - 1) n.  two_shot: 3 hops, 2 n (p - 1) / p; on
-    # 2 ranks it does what ring does.  Beyond 8 ranks, one kernel cannot combine all operands of
-    # one_shot, and recursive_doubling reads log2(p) n.
+    # one_shot: 2 hops and one kernel, which reads (p - 1) n from others; two_shot: 3 hops, and
+    # 2 n (p - 1) / p.  On 2 ranks one_shot does what recursive_doubling does, and two_shot what
+    # ring does, which was the fastest of 16 MiB there; two_shot was the fastest of 16 and 64 MiB on
+    # 4 ranks, and one_shot of 1 KiB on both (measured on one H100, by an interpreting kernel).
     "all_reduce": (
         Rule(8 * 1024**2, "one_shot", max_ranks=2),
-        Rule(1024**2, "one_shot", max_ranks=4),
-        Rule(512 * 1024, "one_shot", max_ranks=8),
-        Rule(64 * 1024, "recursive_doubling"),
+        Rule(2 * 1024**2, "one_shot", max_ranks=4),
+        Rule(1024**2, "one_shot", max_ranks=8),
+        Rule(256 * 1024, "one_shot"),
         Rule(_NO_LIMIT, "two_shot"),
     ),
     # These have the fewest hops (2), and no algorithm moves fewer bytes.
-    "scatter": (Rule(_NO_LIMIT, "linear"),),
+    "scatter": (Rule(_NO_LIMIT, "knomial(radix=16)"),),
     "gather": (Rule(_NO_LIMIT, "linear"),),
     "all_gather": (Rule(_NO_LIMIT, "direct"),),
     "reduce_scatter": (Rule(_NO_LIMIT, "direct"),),
     "all_to_all": (Rule(_NO_LIMIT, "linear"),),
-    # In a chain, all ranks wait for one another: the fewest hops are the shortest at every size.
+    # A chain sends the least bytes, but in p - 1 steps one after another.
     "scan": (Rule(_NO_LIMIT, "doubling"),),
     "exscan": (
         Rule(_NO_LIMIT, "linear", max_ranks=2),

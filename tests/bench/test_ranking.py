@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from bench.ranking import LEVEL, promising, rankings, reachable, rows
+from bench.ranking import LEVEL, for_devices, promising, rankings, reachable, rows
 from collectives import Topology, algorithms
 from collectives.selection.decisions import Row
 
@@ -29,6 +29,22 @@ def test_the_hopeless_are_not_measured():
     assert {"ring", "recursive_doubling"} <= set(promising("all_reduce", on(32), 1 << 24))
     assert "one_shot" not in promising("all_reduce", on(32), 1 << 24)
     assert "neighbour_exchange" not in promising("all_gather", on(3), 8), "it serves even numbers"
+
+
+def test_on_devices_everything_is_measured_that_is_not_cut():
+    measured = for_devices("broadcast", on(4), 8)
+    cut = {"pipeline", "chain", "double_binary_tree"}
+    assert cut <= set(algorithms.names("broadcast")) and not cut & set(measured)
+    assert {"linear", "scatter_all_gather", "knomial(radix=16)"} <= set(measured)
+    assert "neighbour_exchange" not in for_devices("all_gather", on(3), 8)
+
+
+def test_among_the_fastest_the_rule_for_devices_stands():
+    found = times(direct=[LEVEL], recursive_doubling=[1])
+    assert rankings("all_gather", on(4), found)[0][0] == "recursive_doubling"
+    assert rankings("all_gather", on(4), found, on_device=True)[0][0] == "direct"
+    (row,) = rows("all_gather", on(4), found, on_device=True)
+    assert row.labels[0] == "direct"
 
 
 def test_the_fastest_comes_first():

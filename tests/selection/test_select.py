@@ -105,9 +105,9 @@ def test_the_reason_names_devices_and_the_sizes_of_the_rule() -> None:
     def reason(size: int, num_bytes: int) -> str:
         return select.choose("all_reduce", None, size, num_bytes, on_device=True).reason
 
-    assert reason(4, 8) == "built-in rule for devices: up to 1048576 bytes"
-    assert reason(4, 2**20 + 1) == "built-in rule for devices: above 1048576 bytes"
-    assert reason(9, 2**16) == "built-in rule for devices: up to 65536 bytes"
+    assert reason(4, 8) == "built-in rule for devices: up to 2097152 bytes"
+    assert reason(4, 2**21 + 1) == "built-in rule for devices: above 2097152 bytes"
+    assert reason(9, 2**18) == "built-in rule for devices: up to 262144 bytes"
 
 
 def test_the_reason_names_the_hosts() -> None:
