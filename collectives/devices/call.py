@@ -45,15 +45,20 @@ class DeviceCall(NamedTuple):
         with _LOCK:  # or ranks that are threads would all do the same work
             return _lowered(spec, tuple(aliasings), frozenset(ranks), staged)
 
-    def num_scratch(self, rank: int, size: int) -> int:
-        """The bytes of scratch that a rank needs, whether the call is staged or not.
+    def num_scratch(self, rank: int, size: int, staged: frozenset[tuple[int, int]] | None) -> int:
+        """The bytes of scratch that a rank needs, unless all messages are staged.
 
-        A staged one may be cut into lanes.  Lanes hide the time of messages; ranks that read each
-        other's memory do without.
+        `staged`: the pairs of ranks whose messages are; None: not known yet, or some ranks are on
+        other hosts.  If there are none, data is read where it lies, and most calls need no scratch.
+        What this rank does in its own scratch does not depend on where outputs of others lie.
         """
-        direct = self.spec.if_direct
-        specs = self.spec, direct, direct._replace(segments=1)
-        return max(compile_call(spec, rank, size).num_scratch for spec in specs)
+        if staged is None or staged:  # a call that is cut into lanes needs more or less
+            direct = self.spec.if_direct
+            specs = direct, direct._replace(segments=1)
+            return max(compile_call(spec, rank, size).num_scratch for spec in specs)
+        aliasings: list[Aliasing] = ["none"] * size
+        aliasings[rank] = self.spec.aliasing
+        return self.lowered(aliasings, range(size), staged)[rank].num_scratch(rank)
 
     @property
     def text(self) -> str:

@@ -91,7 +91,6 @@ class OnDevice:
         self._transport, self._links, self._call = transport, links, call
         self.program = call.direct_program(transport.rank, transport.size)
         self._kept, self._backend, self._is_strict = kept, links.backend, is_strict
-        self._num_scratch = call.num_scratch(transport.rank, transport.size)
         self._exposed = Exposed(links, call, why_staged)
         self._scratch: Array | None = None  # kept for calls that follow without a meeting
         self.attach(operands, tag)
@@ -118,15 +117,21 @@ class OnDevice:
 
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
+        self.program.check_arrays(operands.input, operands.output, None)
         if self._scratch is not None:  # its peers know it
             operands = operands._replace(scratch=self._scratch)
-        elif operands.scratch.nbytes < self._num_scratch:
-            dtype = operands.scratch.dtype
-            shape = (self._num_scratch // dtype.itemsize,)
-            operands = operands._replace(scratch=operands.backend.empty(shape, dtype))
-        self.program.check_arrays(operands.input, operands.output, operands.scratch)
+        else:
+            operands = _with_scratch(operands, self._num_scratch)
         self._operands, self._tag, self.mark = operands, tag, None
         self._exposed.attach(operands)
+
+    @property
+    def _num_scratch(self) -> int:
+        """The bytes of scratch that it needs, as far as it is known which ranks are staged."""
+        rank, size = self._transport.rank, self._transport.size
+        is_one_host = len(self._links.board.local_ranks) == size
+        staged = self._links.staged if is_one_host else None
+        return self._call.num_scratch(rank, size, staged)
 
     def detach(self) -> None:
         """Release the arrays; the next run has others."""
@@ -658,9 +663,11 @@ class OnDevice:
             self.when_staged()
         if self._staged is None:
             program = self._call.staged_program(self._transport.rank, self._transport.size)
-            self._staged = Staged(program, self._operands, self._transport, self._tag)
+            operands = _with_scratch(self._operands, program.num_scratch)
+            self._staged = Staged(program, operands, self._transport, self._tag)
         else:
-            self._staged.attach(self._operands, self._tag)
+            operands = _with_scratch(self._operands, self._staged.program.num_scratch)
+            self._staged.attach(operands, self._tag)
         self._staged.restart(self._key.call)
         self._is_staged = True
         is_complete = self._staged.advance(0.0)  # from now on, its transport looks at that
@@ -668,6 +675,15 @@ class OnDevice:
         while not is_complete:
             yield None
             is_complete = self._staged.advance(0.0)
+
+
+def _with_scratch(operands: Operands, num_bytes: int) -> Operands:
+    """The operands of a call that needs so many bytes of scratch."""
+    dtype = operands.scratch.dtype
+    if operands.scratch.nbytes >= num_bytes:
+        return operands
+    scratch = operands.backend.empty((num_bytes // dtype.itemsize,), dtype)
+    return operands._replace(scratch=scratch)
 
 
 _MOVING = Wait(lambda: False, list, is_at_work=True)

@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
-from collectives.programs import BUFFERS
+from collectives.programs import BUFFERS, SCRATCH
 
 MOST_OPERANDS = 8  # of a combination
 
@@ -116,6 +116,16 @@ class DeviceProgram:
         """The calls of the driver: consecutive signals and awaits are one."""
         groups = groupby(operation.kind in SYNCHRONIZING for operation in self.operations)
         return sum(1 if is_batch else len([*group]) for is_batch, group in groups)
+
+    def num_scratch(self, rank: int) -> int:
+        """The bytes of its own scratch that the rank of this program reads and writes."""
+        ends = [
+            place.offset + operation.size
+            for operation in self.operations
+            for place in (operation.target, *operation.operands)
+            if place is not None and (place.rank, place.buffer) == (rank, SCRATCH)
+        ]
+        return max(ends, default=0)
 
     @cached_property
     def remote_bytes(self) -> int:

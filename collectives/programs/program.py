@@ -159,12 +159,14 @@ class Program:
         """The bytes of input, output and scratch that the rows read or write; see `extents`."""
         return extents(self.rows, self.num_slots)
 
-    def check_arrays(self, source: Array, target: Array, scratch: Array) -> None:
+    def check_arrays(self, source: Array, target: Array, scratch: Array | None) -> None:
         """Raise ScheduleError if a row reaches outside the input, the output or the scratch.
 
-        Every execution checks the arrays that it is given; the rows are read once.
+        Every execution checks the arrays that it is given; the rows are read once.  `scratch`:
+        None: not checked, because a device needs less.
         """
-        sizes = source.nbytes, target.nbytes, scratch.nbytes
+        num_scratch = self.num_scratch if scratch is None else scratch.nbytes
+        sizes = source.nbytes, target.nbytes, num_scratch
         if any(map(gt, self.needed, sizes)):
             found = zip(BUFFERS, self.needed, sizes, strict=True)
             buffer, needed, size = next(each for each in found if each[1] > each[2])

@@ -175,7 +175,7 @@ class RunPool:
 
     def attach(self, run: Run, arrays: Arrays, tag: int, spec: CallSpec) -> None:
         """Give arrays to a run that is no longer idle, and let it come back when it is complete."""
-        run.execution.attach(self._operands(arrays, run.program, spec), tag)
+        run.execution.attach(self._operands_of(run, arrays, spec), tag)
         run.release = partial(self._take_back, (spec, arrays.backend.name, False))
 
     def _reuse(
@@ -186,7 +186,7 @@ class RunPool:
             run = self._idle[key].pop()
         except LookupError:  # there is none, or another thread has taken the last one
             return None
-        run.execution.attach(self._operands(arrays, run.program, spec), tag)
+        run.execution.attach(self._operands_of(run, arrays, spec), tag)
         return run
 
     def _lend(self, run: Run, key: Hashable, number: int) -> Run:
@@ -225,11 +225,10 @@ class RunPool:
     ) -> Run:
         rank, size = self._transport.rank, self._transport.size
         program = compile_call(spec, rank, size)
-        operands = self._operands(arrays, program, spec)
         execution = (
-            self._transport.execution(program, operands, tag)
+            self._transport.execution(program, self._operands(arrays, program, spec), tag)
             if is_ahead
-            else self._execution(program, operands, tag, spec, number, is_plan=is_plan)
+            else self._execution(program, arrays, tag, spec, number, is_plan=is_plan)
         )
         shown = self._shown(spec, program, numbered)
         if isinstance(execution, OnDevice) and spec.direct is not None:
@@ -256,7 +255,7 @@ class RunPool:
     def _execution(
         self,
         program: Program,
-        operands: Operands,
+        arrays: Arrays,
         tag: int,
         spec: CallSpec,
         number: int,
@@ -264,8 +263,9 @@ class RunPool:
         is_plan: bool,
     ) -> Execution:
         """The execution of a call or a plan, which the others see if it is in host memory."""
-        if operands.backend is not HOST:
+        if arrays.backend is not HOST:
             call = DeviceCall(spec, number if is_plan else 0)
+            operands = self._operands(arrays, None, spec)
             on_devices = self._devices.execution(operands, tag, call, number)
             if on_devices is not None:
                 return on_devices
@@ -273,6 +273,7 @@ class RunPool:
         if is_plan:
             board.note_host_call(number)
         noted = None if is_plan else board.host_calls
+        operands = self._operands(arrays, program, spec)
         return self._transport.execution(program, operands, tag, noted)
 
     def _of_message(
@@ -316,9 +317,14 @@ class RunPool:
     ) -> Recorder:
         return Recorder(names, numbered, sent, self._ancestry, self._transport.rank, self._axis)
 
-    def _operands(self, arrays: Arrays, program: Program, spec: CallSpec | None) -> Operands:
+    def _operands_of(self, run: Run, arrays: Arrays, spec: CallSpec | None) -> Operands:
+        """The operands of a run; an execution on devices makes its own scratch memory."""
+        is_on_device = isinstance(run.execution, OnDevice)
+        return self._operands(arrays, None if is_on_device else run.program, spec)
+
+    def _operands(self, arrays: Arrays, program: Program | None, spec: CallSpec | None) -> Operands:
         """The operands of a program, with scratch memory.  `spec`: of a collective."""
-        dtype, num_bytes = arrays.dtype, program.num_scratch
+        dtype, num_bytes = arrays.dtype, 0 if program is None else program.num_scratch
         scratch = None
         if num_bytes:
             scratch = arrays.backend.empty((num_bytes // dtype.itemsize,), dtype)

@@ -34,7 +34,7 @@ from collectives.selection import Decisions, select
 from collectives.selection.labels import parse_label
 from collectives.selection.rules import DEVICE_RULES, RULES
 from tests import device_scenarios as scenarios
-from tests.device.lowered_cases import Case
+from tests.device.lowered_cases import Case, counts_of
 from tests.fake_device import BACKEND, on_device, on_host
 from tests.scenarios import COLLECTIVES, Job, random_rows
 
@@ -280,6 +280,54 @@ def test_other_algorithms_have_more_hops_or_bytes() -> None:
     """Or the comparison would say nothing."""
     assert counted("all_reduce", "ring", 8).hops > counted("all_reduce", "one_shot", 8).hops
     assert counted("all_reduce", "one_shot", 8).link > counted("all_reduce", "two_shot", 8).link
+
+
+# Scratch
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+def test_the_scratch_of_a_rank_does_not_depend_on_the_arrays_of_others(collective: str) -> None:
+    """So each rank can tell how much it needs, before the ranks meet."""
+    sizes = set[tuple[int, int]]()
+    for number, name in enumerate(algorithms.names(collective)):
+        size = 3 + number % 3
+        if not algorithms.info(collective, name).serves(size):
+            size = 4
+        for in_place in ("odd", "anywhere"):
+            counts = counts_of(collective, size, "uneven")
+            case = Case(collective, name, size, counts, in_place=in_place)
+            programs, places = case.programs(), [case.aliasing(rank) for rank in range(size)]
+            apart = case._replace(in_place="none").programs()
+            whole = lower(programs, places)
+            for rank in range(size):
+                alone = [programs[k] if k == rank else apart[k] for k in range(size)]
+                mine = [places[k] if k == rank else "none" for k in range(size)]
+                needed = lower(alone, mine)[rank].num_scratch(rank)
+                assert whole[rank].num_scratch(rank) == needed <= programs[rank].num_scratch, case
+                sizes.add((needed, programs[rank].num_scratch))
+    assert collective in ("all_to_all", "gather", "broadcast") or any(a < b for a, b in sizes)
+
+
+def test_data_that_is_read_where_it_lies_needs_no_scratch() -> None:
+    """But if the call is staged, it does."""
+
+    def body(comm: Communicator) -> list[int]:
+        x, y = on_device(vector(comm)), on_device(vector(comm))
+        comm.all_reduce(x, out=y)  # now it is known which ranks are staged
+        found = []
+        for x_of_two in (x, vector(comm)):
+            is_host = comm.rank == 2 and x_of_two is not x
+            given, out = (x_of_two, None) if is_host else (x, y)
+            plan = comm.plan.all_reduce(given, out=out, algorithm="two_shot")
+            got = plan.run()
+            np.testing.assert_array_equal(got if is_host else on_host(got), total())
+            found.append(0 if is_host else plan._run.execution._operands.scratch.nbytes)
+            plan.free()
+        return found
+
+    assert run(body) == [[0, 0]] * SIZE
+    program = DeviceCall(choose_spec()._replace(direct=None)).staged_program(0, SIZE)
+    assert program.num_scratch > 0
 
 
 # Named algorithms, and calls that may not be staged
