@@ -145,7 +145,7 @@ HOST_RULES: dict[str, Sequence[Rule]] = {
 # another one awaits it.  A hop takes 3.5 us, and 142 us if ranks take turns on one device; a copy
 # takes 4 us more (measured on one H100).  Where n is large, the bytes on the link of the busiest
 # rank decide.  Hops and bytes are counted in the device programs of 2, 4 and 8 ranks, as
-# `tests/device/test_selection.py` does.  The limits are not measured: there a link of 450 GB/s
+# `tests/device/test_rules.py` does.  The limits are not measured: there a link of 450 GB/s
 # saves what `simulate_devices` predicts that more hops and calls cost, or somewhat less, because an
 # executor with fewer calls loses less.  `bench tune --device cuda` measures.
 DEVICE_RULES: dict[str, Sequence[Rule]] = {
