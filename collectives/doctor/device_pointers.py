@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.doctor.environment import num_gpus
+from collectives.arrays import num_gpus
 from collectives.doctor.exchange import ERROR, MESSAGES, WRONG
 from collectives.doctor.findings import Finding, good, wrong
 from collectives.launch import TIMED_OUT, find_mpirun, launch
