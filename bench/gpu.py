@@ -47,6 +47,7 @@ DEVICES = (
 )
 NCCL_SHARES = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # so that several ranks may use one GPU
 TESTS = "tests "  # how their names begin
+KERNELS = "test_kernels.py"  # whose ranks must run at the same time, and alone
 TORCH = "--device cuda --sizes 1K,1M,64M --hidden 64 -n 5 -w 2"
 MODEL = "--device cuda --steps 5 --layers 2 --hidden 64 --context 32 --batch 19 --dtype float32"
 LAYOUTS = {
@@ -127,10 +128,13 @@ def steps(no_mpi: str | None) -> Iterator[Step]:
     """All steps that can run here, on two ranks, which may share a GPU."""
     from bench.strategies import KINDS  # noqa: PLC0415 - takes the modules
 
-    for path in sorted((ROOT / "tests" / "gpu").glob("test_*.py")):
+    folder = ROOT / "tests" / "gpu"
+    for path in sorted({*folder.glob("test_*.py")} - {folder / KERNELS}):
         yield Step(TESTS + path.stem.removeprefix("test_"), ["-m", "pytest", str(path)])
     launch = launched(2)
     if no_mpi is None:
+        words = ["-m", "bench.mps", str(LIMIT - PATIENCE), "-m", "pytest", str(folder / KERNELS)]
+        yield Step("kernels mps", words)
         yield from device_tables()
         words = ["-m", "bench", "all", "--device", "cuda", *SIZES.split()]
         yield Step("collectives", launch + words, "-J")
