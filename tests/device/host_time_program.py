@@ -40,6 +40,9 @@ class Kernels:
     def divide(self, dtype: np.dtype[Any]) -> int:
         return 1
 
+    def interpret(self, function: str | None, dtype: np.dtype[Any]) -> int:
+        return 1
+
 
 class NullBackend(FakeBackend):
     """Arrays of a device that does nothing."""
@@ -67,21 +70,28 @@ class NullArray(FakeDeviceArray):
         return NullArray(self._memory.reshape(*shape))
 
 
-def with_links(comm: collectives.Communicator, backend: NullBackend) -> None:
+def with_links(
+    comm: collectives.Communicator, backend: NullBackend, why_no_kernels: str
+) -> collectives.Communicator:
     """Let the ranks take it for granted that they read each other's memory."""
     links = comm._session.devices._links_for(backend)
     links.staged, links.uuids = frozenset(), dict.fromkeys(range(comm.size), bytes(16))
+    links.counters, links.why_no_kernels = dict.fromkeys(range(comm.size), 0), why_no_kernels
+    return comm
 
 
-def contenders(
-    comm: collectives.Communicator, backend: NullBackend
-) -> dict[str, Callable[[], object]]:
+def contenders(world: collectives.Communicator) -> dict[str, Callable[[], object]]:
     """The calls, by name."""
+    backend = NullBackend()
+    register_backend(NullArray, backend)
+    comm = with_links(world, backend, "not wanted")
+    as_kernels = with_links(world.split(0), backend, "")
     x, y, other = (backend.empty((256,), np.dtype(np.float32)) for _ in range(3))
     host_x, host_y = np.ones(256, np.float32), np.empty(256, np.float32)
     turn = iter(range(sys.maxsize))
     return {
         "a plan": comm.plan.all_reduce(x, out=y).run,
+        "a plan as a kernel": as_kernels.plan.all_reduce(x, out=y).run,
         "a call on the same arrays": lambda: comm.all_reduce(x, out=y),
         "a call on other arrays": lambda: comm.all_reduce((x, other)[next(turn) % 2], out=other),
         "a plan on the host, with its messages": comm.plan.all_reduce(host_x, out=host_y).run,
@@ -89,10 +99,8 @@ def contenders(
 
 
 def main() -> None:
-    comm, backend = collectives.world(), NullBackend()
-    register_backend(NullArray, backend)
-    with_links(comm, backend)
-    named = contenders(comm, backend)
+    comm = collectives.world()
+    named = contenders(comm)
     seconds: dict[str, list[float]] = {name: [] for name in named}
     for _ in range(TURNS):
         for name, call in named.items():

@@ -70,6 +70,7 @@ def test_the_host_time_of_calls_is_measured() -> None:
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert re.findall(r"^(.*): \d+\.\d us$", done.stdout, re.MULTILINE) == [
         "a plan",
+        "a plan as a kernel",
         "a call on the same arrays",
         "a call on other arrays",
         "a plan on the host, with its messages",
