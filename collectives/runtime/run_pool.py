@@ -26,7 +26,7 @@ from collectives.programs import (
     compile_call,
 )
 from collectives.runtime.run import Run
-from collectives.runtime.shown import Shown, shown_of_call
+from collectives.runtime.shown import Shown, schedule_grid
 from collectives.schedule import Region
 
 _MAX_KINDS, _MAX_PER_KIND = 256, 8  # of idle runs
@@ -250,7 +250,8 @@ class RunPool:
 
     def _shown(self, spec: CallSpec, program: Program, numbered: Callable[[int], str]) -> Shown:
         recorder = self._recorder(spec.names, numbered, program.sent)
-        return shown_of_call(spec, program, recorder, self._transport.rank, self._transport.size)
+        rank, size = self._transport.rank, self._transport.size
+        return Shown(recorder, str(program.num_rounds), partial(schedule_grid, spec, rank, size))
 
     def _execution(
         self,

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from collectives.diagnostics import Position, Recorder
-from collectives.programs import CallSpec, Program
+from collectives.programs import CallSpec
 from collectives.schedule import SPECS, grid
 
 _MAX_ROWS = 16  # ranks whose schedules a time-out shows
@@ -26,14 +25,7 @@ class Shown(NamedTuple):
     position: Callable[[Position], str] | None = None
 
 
-def shown_of_call(
-    spec: CallSpec, program: Program, recorder: Recorder, rank: int, size: int
-) -> Shown:
-    """What is shown of the run of a call."""
-    return Shown(recorder, str(program.num_rounds), partial(_schedule_grid, spec, rank, size))
-
-
-def _schedule_grid(spec: CallSpec, rank: int, size: int, position: Position) -> str:
+def schedule_grid(spec: CallSpec, rank: int, size: int, position: Position) -> str:
     """The schedules, with the cell where this rank waits; of many ranks, only those concerned."""
     algorithm, here = spec.algorithm, position.round
     root = spec.root if SPECS[spec.collective].is_rooted else None

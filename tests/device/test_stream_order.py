@@ -241,8 +241,8 @@ def test_calls_that_do_not_follow_each_other_are_noticed(
     """The negative control of the test above: each has an order of its own."""
     right = loop_module.Loop.__init__
 
-    def alone(self: Any, driver: Any, order: Any, *others: Any) -> None:
-        right(self, driver, type(order)(driver, BACKEND, order._held), *others)
+    def alone(self: Any, driver: Any, order: Any, *others: Any, **options: Any) -> None:
+        right(self, driver, type(order)(driver, BACKEND, order._held), *others, **options)
 
     monkeypatch.setattr(loop_module.Loop, "__init__", alone)
     with pytest.raises((AssertionError, collectives.CollectiveError)):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import collectives
+from collectives.devices import call
 from collectives.runtime import run_pool
 from tests.fake_device import on_device
 from tests.wrong_programs import (
@@ -24,7 +25,8 @@ def test_a_wrong_program_is_refused_before_it_runs(
     make: Any, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, sentence = WRONG[wrong]
-    monkeypatch.setattr(run_pool, "compile_call", compiling_with(row))
+    for module in (run_pool, call):
+        monkeypatch.setattr(module, "compile_call", compiling_with(row))
     collectives.run(lambda comm: require_refusal(comm, make, sentence), 2)
 
 
