@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 
@@ -71,13 +70,7 @@ def addresses(meeting: Meeting, counters: dict[int, int]) -> program.Addresses:
     of_slots = [counters[rank] + slots[rank] * size for rank in meeting.ranks]
     floors = [program.floor_of(int(meeting.record(rank)["generation"])) for rank in meeting.ranks]
     barrier = program.barrier_of(of_slots[board.rank], num_ranks)
-    return program.Addresses(of_slots, floors, barrier, host_words(meeting).ctypes.data)
-
-
-def host_words(meeting: Meeting) -> Any:
-    """The words by which the kernel of this rank and the host know of each other."""
-    board = meeting.board
-    return board.kernel_words(meeting.slots[board.rank])[: program.NUM_HOST_WORDS]
+    return program.Addresses(of_slots, floors, barrier, meeting.kernel_words.ctypes.data)
 
 
 class Handshake:
@@ -95,7 +88,7 @@ class Handshake:
         counters: dict[int, int],
     ) -> None:
         self._driver, self._meeting, self._members = driver, meeting, members
-        self._counters, self._host = counters, host_words(meeting)
+        self._counters, self._host = counters, meeting.kernel_words
 
     def try_it(self) -> Waits:
         """Return why kernels cannot wait for each other, as far as this rank knows; "" if they can.

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from collectives.devices import kernel_program
-from collectives.devices.concurrency import addresses, host_words
+from collectives.devices.concurrency import addresses
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Meeting
 from collectives.devices.row_format import (
@@ -65,7 +65,7 @@ class KernelTable(NamedTuple):
 
     def watched(self, text: str, meeting: Meeting, rows: Words, loop: Loop) -> WatchedKernel:
         """What is watched in the runs of these rows."""
-        return WatchedKernel(text, meeting, self.operations, rows, loop, host_words(meeting))
+        return WatchedKernel(text, meeting, self.operations, rows, loop)
 
 
 class Ranks(NamedTuple):

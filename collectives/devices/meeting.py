@@ -96,6 +96,11 @@ class Meeting:
         writer, reader, is_read = counter
         return self.board.counter(writer, self.slots[writer], reader, is_read)
 
+    @property
+    def kernel_words(self) -> Any:
+        """The words by which a kernel of this rank and its host know of each other."""
+        return self.board.kernel_words(self.slots[self.board.rank])
+
     def answer(self, verdict: int) -> None:
         """Say that this rank has read all records, and what follows for it."""
         self.record(self.board.rank)["verdict"] = verdict

@@ -124,22 +124,13 @@ class WatchedRows(Watched):
 
 
 class WatchedKernel(Watched):
-    """A device program that a kernel runs, which shows where it stands, and leaves if it is told.
+    """A device program that a kernel runs, which shows where it stands, and leaves if told."""
 
-    `words`: those of `kernel_program` in the memory of the host.
-    """
-
-    def __init__(
-        self,
-        text: str,
-        meeting: Meeting,
-        operations: Sequence[DeviceOperation],
-        rows: Words,
-        loop: Loop,
-        words: NDArray[np.uint32],
-    ) -> None:
-        super().__init__(text, meeting, operations, rows, loop)
-        self._words = words
+    @property
+    def _words(self) -> NDArray[np.uint32]:
+        """See `kernel_program`."""
+        words: NDArray[np.uint32] = self.meeting.kernel_words
+        return words
 
     def _num_entered(self) -> int:
         return int(self._words[ENTERED])
