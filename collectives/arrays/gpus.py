@@ -40,4 +40,5 @@ def use_gpu(local_rank: int, num_local_ranks: int) -> int:
 @cache
 def _say_who_uses_which(num_local_ranks: int, number: int) -> None:
     gpus = ", ".join(str(rank % number) for rank in range(num_local_ranks))
-    _log.warning("the ranks of this host use GPUs %s, in the order of their local ranks", gpus)
+    message = "the ranks of this host use GPUs %s of those that each sees, by their local ranks"
+    _log.warning(message, gpus)

@@ -79,6 +79,8 @@ def why_it_fails(timeout: float | None) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"a job of two ranks did not end within {limit:g} s"
+    except OSError as error:
+        return f"a job of two ranks cannot be started: {error}"
     if done.returncode == 0:
         return ""
     lines = [line for line in done.stdout.splitlines() if line.startswith("WRONG")]

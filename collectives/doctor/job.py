@@ -169,24 +169,30 @@ def _devices(comm: Communicator) -> list[Finding]:
     import cupy  # noqa: PLC0415 - there is a GPU
 
     x = cupy.full(1000, comm.rank, np.float32)
-    total = float(comm.all_reduce(x)[0])
-    if total != comm.size * (comm.size - 1) // 2:
+    is_right = float(comm.all_reduce(x)[0]) == comm.size * (comm.size - 1) // 2
+    if not _on_all_ranks(comm, is_right):
         return [wrong("An all-reduce of arrays on GPUs has a wrong result.")]
     links = comm.explain("all_reduce", x).links
     said = f"Arrays on GPUs, from rank 0: {links or 'there is no other rank'}."
     found = [slow(said) if "staged" in links else good(said)]
     if comm.topology.num_hosts > 1:
-        found.append(between_hosts(cupy.asarray, cupy.asnumpy))
+        found.append(between_hosts(comm, cupy.asarray, cupy.asnumpy))
     return found
 
 
+def _on_all_ranks(comm: Communicator, is_right: bool) -> bool:
+    """Whether something is right on all ranks, which decide alike what they do next."""
+    return bool(comm.all_reduce(np.array([is_right]), "min")[0])
+
+
 def between_hosts(
+    world: Communicator,
     to_device: Callable[[np.ndarray[Any, Any]], Array],
     to_host: Callable[[Array], np.ndarray[Any, Any]],
 ) -> Finding:
     """Whether MPI sends arrays of devices between the hosts of this job, as device='direct' does.
 
-    `to_device` and `to_host`: copy an array.
+    `world`: all ranks, which agree by it on the host.  `to_device` and `to_host`: copy an array.
     """
     from mpi4py import MPI  # noqa: PLC0415 - this is under MPI
 
@@ -194,12 +200,17 @@ def between_hosts(
         comm = collectives.wrap(MPI.COMM_WORLD, device="direct", timeout=_PROBE_SECONDS)
     except CollectiveError as error:
         return good(f"Arrays on GPUs are staged between hosts: {error}.")
-    wanted = comm.size * (comm.size - 1) // 2
-    for size in (_SMALL, _LARGE):
-        total = comm.all_reduce(to_device(np.full(size, comm.rank, np.int64)), algorithm="ring")
-        if (to_host(total) != wanted).any():
-            return wrong("With device='direct' an all-reduce of arrays on GPUs has a wrong result.")
+    wanted, why = comm.size * (comm.size - 1) // 2, ""
+    try:
+        for size in (_SMALL, _LARGE):
+            total = comm.all_reduce(to_device(np.full(size, comm.rank, np.int64)), algorithm="ring")
+            why = why if (to_host(total) == wanted).all() else "it has a wrong result"
+    except CollectiveError as error:
+        why = str(error)
     comm.free()
+    if not _on_all_ranks(world, not why):
+        why = why or "another rank finds that"
+        return wrong(f"With device='direct' an all-reduce of arrays on GPUs fails: {why}.")
     return good("device='direct' works: MPI sends arrays on GPUs between these hosts.")
 
 

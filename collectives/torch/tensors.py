@@ -144,7 +144,8 @@ class Memory:
         """Copy the parts of a vector to the tensors, on the current stream."""
         for part, tensor in _parts(vector, tensors):
             self.copy(part, tensor.detach())
-            self.keep(tensor)
+            if self.has(tensor):
+                self.keep(tensor)
         self.keep(vector)
 
     def _wait_for_other(self, tensor: Tensor) -> None:

@@ -48,7 +48,7 @@ def test_ranks_use_the_gpus_of_their_host_in_turn(
     assert found == [(0, 0), (0, 0), (1, 1), (0, 0), (1, 1)]
     assert sorted(used) == [0] * 6 + [1] * 4
     assert sorted(caplog.messages) == [  # once for each host
-        f"the ranks of this host use GPUs {numbers}, in the order of their local ranks"
+        f"the ranks of this host use GPUs {numbers} of those that each sees, by their local ranks"
         for numbers in ("0, 1, 0", "0, 1")
     ]
 

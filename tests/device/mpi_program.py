@@ -394,7 +394,7 @@ def every_algorithm_between_hosts_whose_mpi_takes_device_memory(world: Communica
         assert BACKEND.bytes_to_host == 0
         assert gpu().bytes_copied["DtoH"] == gpu().bytes_copied["HtoD"] == 512 * has_neighbour
         with on_hosts(*hosts):
-            found = between_hosts(on_device, on_host)
+            found = between_hosts(world, on_device, on_host)
         assert found.sentence.startswith("device='direct' works"), found
         comm.free()
         gpu().reset(seed=world.rank, queue_length=16)

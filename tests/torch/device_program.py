@@ -197,6 +197,16 @@ def hosts_and_devices_in_one_group(place: Place) -> None:
 
 
 @program
+def results_in_host_memory(place: Place) -> None:
+    """Of a call whose input is on the device."""
+    wanted = everyones()
+    found = [torch.empty_like(each) for each in wanted]
+    dist.all_gather(found, place.on_device(wanted[me()]))
+    for one, other in zip(found, wanted, strict=True):
+        check(one, other)
+
+
+@program
 def the_ledger_has_links_and_modules(place: Place) -> None:
     """It is that of tensors on the host, but for the links."""
     model = torch.nn.Linear(2, 2)

@@ -52,9 +52,13 @@ class FakeMemory(Memory):
         return _Future(self)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
-        BACKEND.enqueue(lambda: target.copy_(source), [_span(source)], [_span(target)])
+        spans = ([_span(x)] if self.has(x) else [] for x in (source, target))
+        BACKEND.enqueue(lambda: target.copy_(source), *spans)
+        if not self.has(target):  # as PyTorch does
+            BACKEND.synchronize()
 
     def keep(self, tensor: Tensor) -> None:
+        assert self.has(tensor), "only the allocator of a GPU keeps memory for streams"
         self.kept.append((tensor.data_ptr(), BACKEND.current_stream().name))
 
 
