@@ -63,6 +63,8 @@ class Words:
         self.num_ranks, self.rank = words[program.NUM_RANKS], words[program.RANK]
         self.barrier, self.host = words[program.BARRIER], words[program.HOST]
         self.divisor = words[program.DIVISOR]
+        floor = words[self._of_rank(self.rank) + 1]
+        self.generation = floor >> program.GENERATION_AT
 
     def ranges(self) -> Iterator[tuple[int, int, bool]]:
         """The memory that the program uses: address, size, and whether it is written."""
@@ -139,13 +141,13 @@ class KernelRun:
 
     def can_move(self) -> bool:
         """Whether some block would not only wait."""
-        if self._host[program.ABORT]:
+        if self._is_told_to_leave():
             return True
         return any(at not in self._stands or self._stands[at]() for at in self._blocks)
 
     def step(self, choose: Callable[[Sequence[int]], int]) -> bool:
         """Let one block go on, which `choose` chooses; return whether all have ended."""
-        if self._host[program.ABORT] and self.leaves:
+        if self._is_told_to_leave() and self.leaves:
             self._blocks.clear()
         ready = [at for at in self._blocks if at not in self._stands or self._stands[at]()]
         if ready:
@@ -157,6 +159,9 @@ class KernelRun:
             elif until is not _GO_ON:
                 self._stands[at] = until
         return not self._blocks
+
+    def _is_told_to_leave(self) -> bool:
+        return bool(self._host[program.GENERATION] != self._words.generation)
 
     def clocks(self) -> list[Clock]:
         """What is over when all blocks have ended."""
@@ -214,7 +219,7 @@ class KernelRun:
 
     def _has_come(self, address: int, value: int) -> bool:
         has_come = self._memory.view(address, 8).view(np.int64)[0] >= value
-        return bool(has_come or self._host[program.ABORT])
+        return bool(has_come or self._is_told_to_leave())
 
     def _work(self, at: int, agent: int, row: Row) -> None:
         """Do what a block has of a row: some vectors, and some of the elements after them."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator
+from itertools import pairwise, starmap
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from collectives.engines import FAILS, NUM_SLOTS, WORKS
 from collectives.lowering import Counter, DeviceKind, DeviceOperation, Step
 
 NUM_ROUNDS = 16
+_NUM_TIMED = 4  # kernels
 SECONDS_OF_A_ROUND = 30e-6  # more than a signal takes to another GPU; less than a turn
 _SECONDS = 0.5  # within which the kernels of all ranks end
 _READY = 1  # the turn of the answer
@@ -47,6 +49,11 @@ def counters_of(driver: Driver, num_ranks: int) -> Allocation | None:
     driver.call("cuStreamSynchronize", stream.handle)
     STREAMS.give_back(driver, stream)
     return memory
+
+
+def refuse(meeting: Meeting) -> None:
+    """Let the others of a meeting not wait for this rank to try: it will not."""
+    meeting.answer_change(_READY, FAILS)
 
 
 def _known_of(members: frozenset[Member]) -> str | None:
@@ -95,11 +102,7 @@ class Handshake:
 
         No kernel begins before all ranks are ready for that: their hosts may wait for each other.
         """
-        try:
-            verdicts = yield from self._verdicts()
-        except BaseException:
-            self._meeting.answer_change(_READY, FAILS)  # or the others would wait for the answer
-            raise
+        verdicts = yield from self._verdicts()
         if FAILS in verdicts:
             return _NO_KERNEL
         if verdicts != {_SURE}:
@@ -136,22 +139,24 @@ class Handshake:
         return words
 
     def _timed(self) -> Waits:
-        """The seconds of the second kernel, which begins when all have begun; None: too many."""
+        """The least seconds of a kernel after the first one, which waits for all; None: too many.
+
+        A host that is late, once, does not count.
+        """
         driver = self._driver
         kernel, words = driver.kernels.interpret(None, BYTES), self._words()
         assert kernel is not None, "the memory for counters is allocated only if there is one"
-        events = [STREAMS.borrow_event(driver, is_timed=True) for _ in range(2)]
+        events = [STREAMS.borrow_event(driver, is_timed=True) for _ in range(1 + _NUM_TIMED)]
         stream = STREAMS.borrow(driver)
         STREAMS.note_waiting(driver, stream)
         try:
-            self._launch(kernel, words, stream, 0)
-            driver.call("cuEventRecord", events[0], stream.handle)
-            self._launch(kernel, words, stream, 1)
-            driver.call("cuEventRecord", events[1], stream.handle)
-            has_ended = yield from self._until_ended(events[1])
-            return driver.seconds_between(*events) if has_ended else None
+            for run, event in enumerate(events):
+                self._launch(kernel, words, stream, run)
+                driver.call("cuEventRecord", event, stream.handle)
+            has_ended = yield from self._until_ended(events[-1])
+            return min(starmap(driver.seconds_between, pairwise(events))) if has_ended else None
         finally:
-            self._host[program.ABORT] = 1
+            self._host[program.GENERATION] = 0
             STREAMS.abandon(driver, stream)
             for event in events:
                 STREAMS.give_back_event(driver, event, is_timed=True)
@@ -169,7 +174,7 @@ class Handshake:
         yield Wait(lambda: has_ended() or time.monotonic() > deadline, missing, is_at_work=True)
         if has_ended():
             return True
-        self._host[program.ABORT] = 1
+        self._host[program.GENERATION] = 0
         yield Wait(has_ended, missing, is_at_work=True)
         return False
 

@@ -29,7 +29,7 @@ from collectives.devices.clock import timed_end
 from collectives.devices.driver import DriverError
 from collectives.devices.exposed import Exposed
 from collectives.devices.kept import Kept
-from collectives.devices.links import UNTRIED, YES, Links
+from collectives.devices.links import LACKING, UNTRIED, YES, Links
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Wait, Waits
 from collectives.devices.order import Enqueued, Order, Turns
@@ -608,7 +608,10 @@ class OnDevice:
             for record in records.values():
                 links.close(record)
             starts = self._placed.find(records)
-            verdict = FAILS if links.staged is None else works + links.may_be_kernels
+            how = links.may_be_kernels
+            if how == YES and not self._loop.can_be_kernel:
+                how = LACKING
+            verdict = FAILS if links.staged is None else works + how
         except DriverError:
             verdict = FAILS
         except BaseException:

@@ -30,7 +30,9 @@ _CONSTANTS = {
     "NUM_BUFFERS": program.RANK_WORDS - 2,
     "ENTERED": program.ENTERED,
     "STANDING": program.STANDING,
-    "ABORT": program.ABORT,
+    "GENERATION": program.GENERATION,
+    "GENERATION_AT": program.GENERATION_AT,
+    "NUM_THREADS": NUM_THREADS,
     "BARRIER_AT": program.BARRIER_AT,
     "COUNT_AT": program.COUNT_AT,
     "LEFTS_AT": program.LEFTS_AT,
@@ -91,26 +93,31 @@ struct Program {
     Word words[NUM_WORDS];
 };
 
+// What the kernel and the host know of each other.
+struct Host {
+    unsigned int* words;
+    unsigned int generation;
+};
+
 // Whether a wait that has not ended goes on.  It is asked for in every round of the wait, and looks
 // at the memory of the host now and then.  Operation 0 is no place to stand at.
-__device__ bool goes_on(unsigned int& rounds, unsigned int* host, Word operation) {
+__device__ bool goes_on(unsigned int& rounds, Host host, Word operation) {
     if (++rounds % 1024 != 0) return true;
-    if (blockIdx.x == 0 && operation != 0) write(host + STANDING, operation);
-    return read(host + ABORT) == 0;
+    if (blockIdx.x == 0 && operation != 0) write(host.words + STANDING, operation);
+    return read(host.words + GENERATION) == host.generation;
 }
 
 // Whether a counter has come to a value; if not, the kernel leaves.
-__device__ bool has_come(const Word* counter, Word value, unsigned int* host,
-                         Word operation) {
+__device__ bool has_come(const Word* counter, Word value, Host host, Word operation) {
     unsigned int rounds = 0;
     while (acquired_from_system(counter) < value)
         if (!goes_on(rounds, host, operation)) return false;
-    if (rounds >= 1024 && blockIdx.x == 0) write(host + STANDING, 0);
+    if (rounds >= 1024 && blockIdx.x == 0) write(host.words + STANDING, 0);
     return true;
 }
 
 // Whether all blocks have come; if not, the kernel leaves.
-__device__ bool have_all_come(Word* barrier, unsigned int* host) {
+__device__ bool have_all_come(Word* barrier, Host host) {
     bool have_come = true;
     __syncthreads();
     if (threadIdx.x == 0 && gridDim.x > 1) {
@@ -164,8 +171,7 @@ __device__ void work(const Program& program, Word at) {
 
 // Signals, or waits for what this thread has of the counters of a row; if one does not come, the
 // kernel leaves.
-__device__ bool synchronize(const Program& program, Word at, Word run,
-                            unsigned int* host) {
+__device__ bool synchronize(const Program& program, Word at, Word run, Host host) {
     const Word head = program.words[at], me = program.words[RANK];
     const bool is_signal = (head & 255) == SIGNAL;
     bool have_come = true;
@@ -182,9 +188,12 @@ __device__ bool synchronize(const Program& program, Word at, Word run,
     return have_come;
 }
 
-extern "C" __global__ void interpret(const __grid_constant__ Program program, Word run) {
-    unsigned int* host = (unsigned int*)program.words[HOST];
-    if (blockIdx.x == 0 && threadIdx.x == 0) write(host + ENTERED, run + 1);
+// The bound keeps the registers of a thread so few that a block fits on every GPU.
+extern "C" __global__ void __launch_bounds__(NUM_THREADS)
+interpret(const __grid_constant__ Program program, Word run) {
+    const Word floor = program.words[NUM_HEAD_WORDS + RANK_WORDS * program.words[RANK] + 1];
+    const Host host = {(unsigned int*)program.words[HOST], (unsigned int)(floor >> GENERATION_AT)};
+    if (blockIdx.x == 0 && threadIdx.x == 0) write(host.words + ENTERED, run + 1);
     Word at = program.words[FIRST];
     while (at < program.words[END]) {
         const Word head = program.words[at], kind = head & 255, count = head >> COUNT_AT & 255;

@@ -29,9 +29,10 @@ NUM_RANKS, RANK, FIRST, END, DIVISOR, BARRIER, HOST, NUM_HEAD_WORDS = range(8)
 # Of each rank: the address of its counters, and their least value in this program; its buffers.
 RANK_WORDS = 2 + len(BUFFERS)
 
-# Words in the memory of the host, of 32 bits: how many runs the kernel has entered; the operation
-# at which it waits, plus 1, if it waits for long; and whether it shall leave.
-ENTERED, STANDING, ABORT, NUM_HOST_WORDS = range(4)
+# Words in the memory of the host, of 32 bits: how many runs the kernel has entered; one of the
+# operations at which it waits, plus 1, if it waits for long; and the generation of the program, by
+# which a kernel of another one knows that it shall leave.
+ENTERED, STANDING, GENERATION, NUM_HOST_WORDS = range(4)
 
 # Bits of the first word of a row, from the kind on; of a counter, from the value on; of a place,
 # from the offset on.
@@ -40,7 +41,7 @@ PEER_AT, IS_READ_AT = 32, 40
 BASE_AT = 48
 
 BARRIER_WORDS = 2  # how many blocks have come, and how often all have
-_GENERATION_AT = 32  # in the values of counters
+GENERATION_AT = 32  # in the values of counters
 
 
 def counters_bytes(num_ranks: int) -> int:
@@ -55,7 +56,7 @@ def barrier_of(counters: int, num_ranks: int) -> int:
 
 def floor_of(generation: int) -> int:
     """The least value of counters that were used by other programs before."""
-    return generation << _GENERATION_AT
+    return generation << GENERATION_AT
 
 
 class Addresses(NamedTuple):

@@ -69,16 +69,21 @@ class KernelTable(NamedTuple):
 
 
 class Ranks(NamedTuple):
-    """The device programs of all ranks, their memories, and by how much runs raise the counters."""
+    """The device programs of all ranks, their memories, and by how much runs raise the counters.
+
+    `are_plans`: whether ranks may start them in any order, so that the kernels of many of them must
+    have room on a device.
+    """
 
     lowered: Sequence[DeviceProgram]
     memories: Sequence[Spans]
     rises: Mapping[Counter, int]
+    are_plans: bool
 
     def words(self, rank: int, divisor: int) -> Words | None:
         """The words of a rank's program; None if a kernel cannot run it, or should not."""
-        program = self.lowered[rank]
-        is_small = all(operation.size <= MOST_BYTES for operation in program.operations)
+        program, most = self.lowered[rank], BYTES_OF_A_BLOCK if self.are_plans else MOST_BYTES
+        is_small = all(operation.size <= most for operation in program.operations)
         if not is_small or not can_be_kernel(program):
             return None
         steps = [*in_steps(program, self.memories[rank])]
@@ -86,20 +91,14 @@ class Ranks(NamedTuple):
 
 
 def kernel_table(
-    ranks: Ranks, rank: int, loop: Loop, counters: dict[int, int], num_sharing: int
+    ranks: Ranks, rank: int, loop: Loop, counters: dict[int, int], most_blocks: int
 ) -> KernelTable | None:
-    """The table of a rank; None if not all ranks run their programs as kernels, as all find out.
-
-    `num_sharing`: the ranks that use the device of this one.
-    """
-    divisor, kernel = loop.divisor, loop.interpreter
-    every = [ranks.words(other, divisor) for other in range(len(ranks.lowered))]
+    """The table of a rank; None if not all ranks run their programs as kernels, as all find out."""
+    every = [ranks.words(other, loop.divisor) for other in range(len(ranks.lowered))]
     words, operations = every[rank], ranks.lowered[rank].operations
-    if not kernel or words is None or any(other is None for other in every):
+    if words is None or any(other is None for other in every):
         return None
-    # The kernels of all ranks must run at the same time, beside those of another communicator.
-    most = max(loop.num_blocks_at_once() // (2 * num_sharing), 1)
     largest = max((operation.size for operation in operations), default=0)
-    num_blocks = max(min(most, MOST_BLOCKS, -(-largest // BYTES_OF_A_BLOCK)), 1)
+    num_blocks = max(min(most_blocks, MOST_BLOCKS, -(-largest // BYTES_OF_A_BLOCK)), 1)
     most_of_them = most_runs(max(ranks.rises.values(), default=1))
-    return KernelTable(operations, words, kernel, num_blocks, counters, most_of_them)
+    return KernelTable(operations, words, loop.interpreter, num_blocks, counters, most_of_them)

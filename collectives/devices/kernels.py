@@ -9,6 +9,8 @@ import numpy as np
 from collectives.devices.cuda_source import OPTIONS, combine_source, divide_source
 from collectives.devices.interpreter_source import interpreter_source
 
+_LEAST_CAPABILITY = 70  # of a GPU that reads and writes in the order of a system
+
 
 class CudaKernels:
     """The kernels of the current device.  CuPy compiles each when it is first needed."""
@@ -29,6 +31,8 @@ class CudaKernels:
 
     def interpret(self, function: str | None, dtype: np.dtype[Any]) -> int | None:
         """The address of the kernel that runs device programs, or None."""
+        if int(self._cuda.Device().compute_capability) < _LEAST_CAPABILITY:
+            return None
         return self._address("interpret", interpreter_source(function, dtype))
 
     def _address(self, name: str, code: str | None) -> int | None:

@@ -22,7 +22,7 @@ import numpy as np
 from collectives.arrays import Backend
 from collectives.devices.allocations import Buffer, Exports, openings_of
 from collectives.devices.check import Check, until
-from collectives.devices.concurrency import Handshake, counters_of
+from collectives.devices.concurrency import Handshake, counters_of, refuse
 from collectives.devices.driver import (
     MAPPED,
     MEMORY_OPERATION_WORDS,
@@ -46,7 +46,11 @@ _SECONDS = 5.0  # within which a stream sees what another one has written
 _ANSWERED = 1 << 62  # a verdict that no bit of a rank makes 0
 _FAILED = 1 << 61  # in a verdict of a rank whose stream has not written its counters
 
-UNTRIED, YES, NO = range(3)  # answers to whether kernels of the ranks can wait for each other
+# Answers to whether kernels of the ranks can wait for each other; LACKING: this call has no kernel.
+UNTRIED, YES, NO, LACKING = range(4)
+
+_OTHERS = "another rank finds that its kernels cannot wait"
+_ABANDONED = "a call was abandoned in which the ranks tried it"
 
 Pair = tuple[int, int]
 PROCESS = int.from_bytes(os.urandom(7), "little")  # two containers may have a process of one number
@@ -99,19 +103,28 @@ class Links:
         return UNTRIED if self.why_no_kernels is None else NO if self.why_no_kernels else YES
 
     def agree_on_kernels(self, answers: Collection[int]) -> int:
-        """Whether they can, from what all ranks say."""
-        if NO in answers and self.why_no_kernels == "":
-            self.why_no_kernels = "another rank finds that its kernels cannot wait"
-        return NO if NO in answers else min(answers)
+        """What follows for a call, from the answers of all ranks; a rank's NO is for all calls."""
+        if NO in answers:
+            self.why_no_kernels = self.why_no_kernels or _OTHERS
+        return next((each for each in (NO, LACKING) if each in answers), min(answers))
 
-    def own_counters(self) -> Allocation | None:
-        """The memory of this rank's counters for kernels, made at first use; None if it has none.
+    def describe_counters(self) -> Buffer:
+        """The memory of this rank's counters for kernels, made at first use; empty if it has none.
 
-        Raises DriverError.
+        It stays open as long as the communicator.
         """
-        if self._counters is None and self.can_try_kernels:
-            self._counters = counters_of(self.driver, len(self.board.parts))
-        return self._counters
+        try:
+            if self._counters is None and self.can_try_kernels:
+                self._counters = counters_of(self.driver, len(self.board.parts))
+        except DriverError:  # then there are no kernels
+            return Buffer(0, 0)
+        if self._counters is None:
+            return Buffer(0, 0)
+        memory = self._counters
+        buffer = self.describe(memory.address, memory.num_bytes, memory)
+        if buffer.id:
+            self.exports.pin([buffer.id])
+        return buffer
 
     def is_peer(self, rank: int) -> bool:
         """Whether this rank and another one can read each other's memory."""
@@ -182,7 +195,7 @@ class Links:
         """
         self._openings.free(self.user)
         self.exports.free()
-        if self._counters is not None and not has_failed:
+        if self._counters is not None and not (has_failed or self.why_lost):
             give_back(self.driver, self._counters)
 
 
@@ -207,10 +220,9 @@ class Proposal:
         fields: dict[str, Any] = {"process": links.process, "uuid": np.void(links.uuid)}
         fields["check"] = check
         try:
-            probe, counters = probe_of(self._driver, links.process), links.own_counters()
+            probe = probe_of(self._driver, links.process)
             pattern = links.describe(probe.address, _PATTERN_BYTES, probe)
-            place = (0, 0) if counters is None else (counters.address, counters.num_bytes, counters)
-            fields["buffers"] = [pattern, pattern, links.describe(*place)]
+            fields["buffers"] = [pattern, pattern, links.describe_counters()]
         except DriverError as error:
             fields["why_staged"] = str(error).encode()
         return self._meeting.publish({"why_staged": b"", **fields})
@@ -239,12 +251,19 @@ class Proposal:
             for rank in meeting.ranks:
                 if rank != self._rank and not links.why[rank] and not links.is_peer(rank):
                     links.why[rank] = f"rank {rank} cannot read the memory of rank {self._rank}"
-            links.why_no_kernels = yield from self._try_kernels(meeting)
         except BaseException:
             meeting.answer(_ANSWERED | _FAILED)  # or the others would wait for it
+            refuse(meeting)
             links.why_lost = "a call was abandoned in which the ranks agree on their links"
+            meeting.leave()
             raise
+        why_no_kernels = _ABANDONED  # if it is
+        try:
+            why_no_kernels = yield from self._try_kernels(meeting)
         finally:
+            links.why_no_kernels = links.why_no_kernels or why_no_kernels
+            if why_no_kernels == _ABANDONED:
+                refuse(meeting)  # or the others would wait for it
             meeting.leave()
 
     def leave(self) -> None:
@@ -363,6 +382,7 @@ class Proposal:
         """Return why kernels of the ranks cannot wait for each other; "" if they can."""
         links = self._links
         if links.staged or not links.can_try_kernels:
+            refuse(meeting)
             return "some ranks cannot read each other's memory, or are threads"
         records = map(meeting.record, meeting.ranks)
         members = frozenset((int(each["process"]), each["uuid"].tobytes()) for each in records)

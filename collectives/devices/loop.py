@@ -68,6 +68,7 @@ class Loop:
     """The words of the compiled loop; see `enqueue`.
 
     `interpreter`: the kernel that runs whole programs, loaded if they may be kernels; else 0.
+    `num_blocks_at_once`: how many blocks of it the device can run at the same time.
     `seconds`: how long `advance` may wait.  `limit`: the seconds that a run may take on the device;
     None: those of the communicator.  `enqueued`: what an asynchronous run puts on its stream; None:
     the run is enqueued on the caller's.
@@ -102,7 +103,9 @@ class Loop:
         self._driver, addresses = driver, driver.addresses
         self.divisor = operands.divisor
         interpreter = kernels.interpret(function or None, dtype) if may_be_kernel else None
-        self.interpreter = interpreter or 0
+        self.interpreter, self.num_blocks_at_once = interpreter or 0, 0
+        if interpreter is not None:  # this also loads it
+            self.num_blocks_at_once = driver.num_blocks_at_once(interpreter, NUM_THREADS)
         self.order, self._turns = order, turns
         started = STREAMS.borrow_event(driver)
         finalize(self, STREAMS.give_back_event, driver, started)
@@ -135,9 +138,10 @@ class Loop:
         self.words[self.names.KEY : self.names.COUNTER_AT + 1] = words
         self._logged = log, counter
 
-    def num_blocks_at_once(self) -> int:
-        """How many blocks of the kernel that runs programs can run at the same time."""
-        return self._driver.num_blocks_at_once(self.interpreter, NUM_THREADS)
+    @property
+    def can_be_kernel(self) -> bool:
+        """Whether there is a kernel that runs whole programs, and room for it on the device."""
+        return self.num_blocks_at_once > 0
 
     # Runs after a meeting
 

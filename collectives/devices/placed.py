@@ -92,9 +92,11 @@ class Placed:
         links, itemsize = self._links, self._call.spec.dtype.itemsize
         memories = [Spans(aliasing, itemsize) for aliasing in aliasings]
         num_sharing = sum(uuid == links.uuid for uuid in links.uuids.values())
-        ranks = Ranks(lowered, memories, rises)
+        # The kernels of all ranks must run at the same time, beside those of another communicator.
+        most_blocks = self._loop.num_blocks_at_once // (2 * num_sharing)
+        ranks = Ranks(lowered, memories, rises, bool(self._call.plan))
         me = self._transport.rank
-        return kernel_table(ranks, me, self._loop, links.counters, num_sharing)
+        return kernel_table(ranks, me, self._loop, links.counters, most_blocks)
 
     def begin(
         self,
@@ -176,7 +178,7 @@ class Placed:
         awaited, operations = self.watched.awaited(), self.watched.operations
         row = self._loop.row - self._first_row if self._loop.is_open else len(operations)
         if awaited:
-            row = min(row, awaited[0].row)
+            row = min(row, awaited[0].row) if isinstance(self.table, Table) else awaited[0].row
         return operations[max(row, 0)].round if row < len(operations) else num_rounds
 
     @property

@@ -95,7 +95,8 @@ def taken(driver: Driver, num_bytes: int) -> Allocation:
             _used.add(found)
             return found
     allocation = Allocation(driver, 1 << (num_bytes - 1).bit_length())
-    _used.add(allocation)
+    with _LOCK:
+        _used.add(allocation)
     return allocation
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.devices.kernel_program import ABORT, ENTERED, STANDING
+from collectives.devices.kernel_program import ENTERED, GENERATION, STANDING
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Meeting
 from collectives.devices.row_format import KIND, RISE, VALUE, Words
@@ -140,7 +140,7 @@ class WatchedKernel(Watched):
         return [Awaited(at, self.operations[at], False)] if at >= 0 else []
 
     def let_go(self) -> None:
-        self._words[ABORT] = 1
+        self._words[GENERATION] = 0
 
 
 class WatchedMessage:

@@ -26,6 +26,7 @@ from collectives.engines.host_memory import (
 from collectives.errors import Error, on_all_ranks
 
 WORKS, FAILS = 1, 2  # of verdicts
+_GENERATION = 2  # of `kernel_program.py`: the word by which a kernel knows its program
 HEADER, MESSAGES = 1, 2  # of ways to compare calls in checked mode; larger: by records
 
 
@@ -377,6 +378,7 @@ class Board:
         record["verdict"] = record["arrived"] = record["answer"] = 0
         for name, value in {"call": key.call, "run": key.run, **fields}.items():
             record[name] = value
+        self.kernel_words(slot)[_GENERATION] = generation
         record["generation"] = generation
         return slot
 

@@ -44,11 +44,18 @@ class Kernels:
         return 1
 
 
+class NullDriver(Driver):
+    """A driver whose device has room for one block."""
+
+    def num_blocks_at_once(self, kernel: int, num_threads: int) -> int:
+        return 1
+
+
 class NullBackend(FakeBackend):
     """Arrays of a device that does nothing."""
 
     name = kind = "null"
-    driver = Driver(dict.fromkeys(FUNCTIONS, jit.pointer(nothing, "int32()")), Kernels())
+    driver = NullDriver(dict.fromkeys(FUNCTIONS, jit.pointer(nothing, "int32()")), Kernels())
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NullArray:
         return NullArray(np.empty(shape, dtype))

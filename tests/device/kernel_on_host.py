@@ -34,6 +34,7 @@ _SHIM = """
 #define __global__
 #define __device__
 #define __grid_constant__
+#define __launch_bounds__(n)
 
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
 struct Dimension { unsigned int x; };
@@ -165,7 +166,7 @@ int main(int, char** names) {{
             while (waits && read(rank.host + {STANDING}) == 0) std::this_thread::yield();
             standing.push_back(read(rank.host + {STANDING}));
         }}
-        for (Rank& rank : ranks) write(rank.host + {ABORT}, head[5] >= 0);
+        for (Rank& rank : ranks) write(rank.host + {GENERATION}, head[5] >= 0);
         for (std::thread& each : callers) each.join();
         for (Rank& rank : ranks) fwrite(rank.images.data(), 1, rank.images.size(), out);
         for (Rank& rank : ranks) standing.push_back(read(rank.host + {ENTERED}));

@@ -57,19 +57,37 @@ def every_algorithm(comm: Communicator) -> None:
     assert BACKEND.bytes_to_host == gpu().bytes_copied["HtoD"] - 512 == 0
 
 
-@PROGRAMS.on_its_own
-def algorithms_as_kernels(comm: Communicator) -> None:
+@contextmanager
+def as_kernels(comm: Communicator) -> Iterator[None]:
     """The ranks of a job do not run at the same time here, and are made to believe that they do."""
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(gpu(), "has_interpreter", True)
         changed.setattr(gpu(), "seconds_between", 1e-6)
         changed.setattr(concurrency, "_SECONDS", 20.0)
-        changed.setattr(kernel_table, "BYTES_OF_A_BLOCK", 32)
-        for job in jobs_on(comm.size)[::3]:
-            scenarios.perform_again(comm, job, on_device, on_host, write, num_runs=1)
+        changed.setattr(kernel_table, "BYTES_OF_A_BLOCK", 1 << 9)
+        yield
     assert links(comm).why_no_kernels == ""
     assert gpu().num_calls["cuStreamBatchMemOp_v2"] <= 2  # with which the ranks agree
+
+
+@PROGRAMS.on_its_own
+def algorithms_as_kernels(comm: Communicator) -> None:
+    with as_kernels(comm):
+        for job in jobs_on(comm.size)[::3]:
+            scenarios.perform_again(comm, job, on_device, on_host, write, num_runs=1)
     assert BACKEND.bytes_to_host == 0
+
+
+@PROGRAMS.on_its_own
+def counters_of_kernels_stay_open(comm: Communicator) -> None:
+    """However many other allocations are opened after them."""
+    allocations.MOST_EXPORTED, arrays = 4, list[FakeDeviceArray]()
+    with as_kernels(comm):
+        for turn in range(12):
+            arrays.append(on_device(np.full(1 << 18, float(turn))))  # has its own allocation
+            comm.all_reduce(arrays[-1], out=arrays[-1], algorithm="one_shot")
+            assert on_host(arrays[-1])[-1] == comm.size * turn
+    assert len(allocations.openings_of(gpu().driver)) < (comm.size - 1) * 12
 
 
 @PROGRAMS.together

@@ -517,9 +517,9 @@ class FakeCuda:
     """CuPy, as far as kernels need it: compiles nothing, and remembers what it was to compile."""
 
     def __init__(self) -> None:
-        self.device, self.compiled = 0, []
+        self.device, self.compiled, self.capability = 0, [], "90"
         self.compiler = self
-        self.Device = lambda: SimpleNamespace(id=self.device)
+        self.Device = lambda: SimpleNamespace(id=self.device, compute_capability=self.capability)
 
     def compile_using_nvrtc(
         self, code: str, options: tuple[str, ...], cache_in_memory: bool
@@ -553,6 +553,8 @@ def test_a_kernel_is_compiled_once_for_each_device(cuda: FakeCuda) -> None:
     codes = [combine_source("add", dtype("float32")), divide_source(dtype("bfloat16"))]
     assert cuda.compiled == [(code, cuda_source.OPTIONS) for code in [*codes, codes[0]]]
     assert found.interpret(None, dtype("int64")) == found.interpret(None, dtype("float16")) == 4009
+    cuda.capability = "61"
+    assert found.interpret(None, dtype("int64")) is None
 
 
 def test_nothing_is_compiled_for_other_dtypes(cuda: FakeCuda) -> None:
