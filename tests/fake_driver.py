@@ -674,7 +674,8 @@ class Streams:
             stream.queue.popleft()
             if not stream.queue:
                 del self._busy[stream.handle]
-            self._execute(stream, operation)
+            if operation.run is None:
+                self._execute(stream, operation)
         self._num_executed += 1
         self.num_left -= self._may_stand_still(stream)
         return True
@@ -709,9 +710,7 @@ class Streams:
 
     def _execute(self, stream: Stream, operation: Operation) -> None:
         place = f"stream {stream.handle:#x}: {operation.what}"
-        if operation.run is not None:
-            pass  # it has been executed in parts
-        elif objection := self._objection(operation):
+        if objection := self._objection(operation):
             self._break(ILLEGAL_ADDRESS, f"{place}: {objection}")
         else:
             self._keep_in_order(stream.handle, operation)

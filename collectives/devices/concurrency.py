@@ -23,7 +23,7 @@ from collectives.engines import FAILS, NUM_SLOTS, WORKS
 from collectives.lowering import Counter, DeviceKind, DeviceOperation, Step
 
 NUM_ROUNDS = 16
-_NUM_TIMED = 4  # kernels
+_NUM_TIMED, _NUM_THREADS = 4, 32  # kernels, each of one block of so many threads
 SECONDS_OF_A_ROUND = 30e-6  # more than a signal takes to another GPU; less than a turn
 _SECONDS = 0.5  # within which the kernels of all ranks end
 _READY = 1  # the turn of the answer
@@ -32,7 +32,7 @@ _NO_KERNEL = "there is no kernel that runs programs"
 
 Member = tuple[int, bytes]  # of a communicator: its process and its device
 _known: dict[frozenset[Member], str] = {}  # why kernels of these cannot wait for each other
-BYTES = np.dtype(np.uint8)
+_UINT8 = np.dtype(np.uint8)  # of a kernel that only copies, and here only signals
 
 
 def counters_of(driver: Driver, num_ranks: int) -> Allocation | None:
@@ -40,7 +40,7 @@ def counters_of(driver: Driver, num_ranks: int) -> Allocation | None:
 
     None if there is no such kernel.  To load it and to allocate may wait for all streams.
     """
-    if driver.kernels.interpret(None, BYTES) is None:
+    if driver.kernels.interpret(None, _UINT8) is None:
         return None
     zeros = np.zeros(NUM_SLOTS * program.counters_bytes(num_ranks), np.uint8)
     memory, stream = taken(driver, zeros.nbytes), STREAMS.borrow(driver)
@@ -144,7 +144,7 @@ class Handshake:
         A host that is late, once, does not count.
         """
         driver = self._driver
-        kernel, words = driver.kernels.interpret(None, BYTES), self._words()
+        kernel, words = driver.kernels.interpret(None, _UINT8), self._words()
         assert kernel is not None, "the memory for counters is allocated only if there is one"
         events = [STREAMS.borrow_event(driver, is_timed=True) for _ in range(1 + _NUM_TIMED)]
         stream = STREAMS.borrow(driver)
@@ -182,7 +182,7 @@ class Handshake:
         number = ctypes.c_int64(run)
         places = words.ctypes.data, ctypes.addressof(number)
         parameters = (ctypes.c_int64 * 2)(*places)
-        shape = 1, 1, 1, 32, 1, 1, 0
+        shape = 1, 1, 1, _NUM_THREADS, 1, 1, 0
         where = stream.handle, ctypes.addressof(parameters)
         self._driver.call("cuLaunchCooperativeKernel", kernel, *shape, *where)
 

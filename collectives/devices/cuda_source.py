@@ -151,7 +151,7 @@ __device__ Word num_vectors(Word addresses, Word num_elements) {
 }
 """
 
-BYTES = "typedef unsigned char Stored;\n" + _UNITS  # of arrays that are only copied
+UNTYPED = "typedef unsigned char Stored;\n" + _UNITS  # of arrays that are only copied
 
 _COMBINE = """
 template <typename Unit>

@@ -49,7 +49,7 @@ from collectives.engines import (
 )
 from collectives.errors import CollectiveError, CollectiveMismatch
 
-_ANSWER_BITS = 2  # of a verdict, for the answer of `Links.may_be_kernels`
+_ANSWER_BITS = 2  # of a verdict, for the answer of `Links.answer_on_kernels`
 
 
 class OnDevice:
@@ -608,7 +608,7 @@ class OnDevice:
             for record in records.values():
                 links.close(record)
             starts = self._placed.find(records)
-            how = links.may_be_kernels
+            how = links.answer_on_kernels
             if how == YES and not self._loop.can_be_kernel:
                 how = LACKING
             verdict = FAILS if links.staged is None else works + how

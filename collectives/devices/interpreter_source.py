@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from collectives.devices import kernel_program as program
-from collectives.devices.cuda_source import BYTES, combining, dividing
+from collectives.devices.cuda_source import UNTYPED, combining, dividing
 from collectives.lowering import DeviceKind
 
 NUM_THREADS = 512  # of a block
@@ -225,7 +225,7 @@ def interpreter_source(function: str | None, dtype: np.dtype[Any]) -> str | None
     `function`: the name of the NumPy function that combines, in which case only arrays of this
     dtype are combined, and divided if it adds; None: everything is only copied.
     """
-    parts = BYTES if function is None else combining(function, dtype)
+    parts = UNTYPED if function is None else combining(function, dtype)
     if parts is None:
         return None
     divided = dividing(dtype) if function == "add" else None

@@ -38,9 +38,10 @@ BYTES_OF_A_BLOCK = 16 << 10
 
 
 class KernelTable(NamedTuple):
-    """A device program that a kernel runs, without addresses.
+    """A device program that a kernel runs.
 
-    `words`: see `kernel_program`.  `kernel`: its address.  `counters`: the memory of each rank's.
+    `words`: see `kernel_program`; `placed` writes addresses into them.  `kernel`: its address.
+    `counters`: the memory of each rank's.
     """
 
     operations: tuple[DeviceOperation, ...]

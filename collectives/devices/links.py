@@ -2,7 +2,8 @@
 
 The ranks of a host agree on it at the first call on a device.  Each reads a pattern out of the
 memory of every other one, and their streams await each other once: what a device says of its
-abilities is not asked.  Pairs for which that fails are staged, as are ranks of other hosts.
+abilities is not asked.  Pairs for which that fails are staged, as are ranks of other hosts.  If all
+read each other, they also find out whether their kernels can wait for each other.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class Links:
         return self.board.has_all_ranks and not self.is_of_one_process
 
     @property
-    def may_be_kernels(self) -> int:
+    def answer_on_kernels(self) -> int:
         """UNTRIED, YES or NO: whether kernels of the ranks can wait for each other."""
         return UNTRIED if self.why_no_kernels is None else NO if self.why_no_kernels else YES
 
@@ -289,7 +290,7 @@ class Proposal:
         if not all(map(links.is_open, records)):
             yield Wait(partial(STREAMS.may_block, driver), list, is_at_work=True)
         links.why = {rank: self._why_unreadable(rank) for rank in peers}
-        links.counters = self._counters(meeting)  # now, while it may wait for all streams
+        links.counters = self._opened_counters(meeting)  # now, while it may wait for all streams
         failed = 0
         if not links.is_of_one_process:
             failed = yield from self._try_counters(peers)
@@ -297,7 +298,7 @@ class Proposal:
         meeting.answer(_ANSWERED | failed | sum(1 << part for part in readable))
         yield meeting.for_answers(_ANSWERED)
 
-    def _counters(self, meeting: Meeting) -> dict[int, int]:
+    def _opened_counters(self, meeting: Meeting) -> dict[int, int]:
         """The memory of each rank's counters for kernels, of the ranks that have any."""
         found = dict[int, int]()
         for rank in meeting.ranks:
