@@ -7,9 +7,11 @@ that takes as long as sending it.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import mmap
 import operator
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,14 +32,18 @@ class CachingAllocator:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        # By their ids.  Threads change it at the same time, and so do arrays that Python deletes
-        # in the middle of a function here; each operation on it is atomic.
-        self._idle: dict[int, Bytes] = {}
+        # One for each power of two, oldest first, each with when it came back.  Threads use them at
+        # the same time, and so do arrays that the garbage collector deletes in the middle of a
+        # function here: so they are only appended to and popped, which is atomic.
+        self._idle: list[deque[tuple[int, Bytes]]] = [
+            deque() for _ in range(max_bytes.bit_length())
+        ]
+        self._times = itertools.count()
 
     @property
     def num_idle_bytes(self) -> int:
         """The bytes that are kept and that no array uses."""
-        return sum(memory.size for memory in list(self._idle.values()))
+        return sum(len(idle) << bits for bits, idle in enumerate(self._idle))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
         """A new array, C-ordered, with arbitrary contents."""
@@ -49,18 +55,23 @@ class CachingAllocator:
 
     def _take(self, num_bytes: int) -> Bytes:
         """Memory for `num_bytes` bytes: rounded up to a power of two, so that others fit too."""
-        size = 1 << (num_bytes - 1).bit_length()
-        for key, memory in reversed(list(self._idle.items())):
-            if memory.size == size and self._idle.pop(key, None) is not None:
-                return memory
-        return _new_memory(size)
+        bits = (num_bytes - 1).bit_length()
+        try:
+            return self._idle[bits].pop()[1]
+        except IndexError:
+            return _new_memory(1 << bits)
 
     def give(self, memory: Bytes) -> None:
         """Keep memory that no array uses any more."""
-        self._idle[id(memory)] = memory
+        if memory.size > self.max_bytes:
+            return
+        self._idle[memory.size.bit_length() - 1].append((next(self._times), memory))
         while self.num_idle_bytes > self.max_bytes:
-            for oldest in list(self._idle)[:1]:
-                self._idle.pop(oldest, None)
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        with contextlib.suppress(IndexError, ValueError):  # taken in the meantime
+            min((idle for idle in self._idle if idle), key=lambda idle: idle[0][0]).popleft()
 
 
 class _Loan:
