@@ -99,16 +99,17 @@ class CallLog:
         self.words = np.zeros(1 + NUM_CALLS * WORDS, np.int64)
         self._entries = self.words[1:].reshape(NUM_CALLS, WORDS)
         self._runs: dict[int, tuple[Describe, ReferenceType[Run]]] = {}
-        # Threads may register at the same time; `next` is atomic.
         self._keys, self._most_runs = count(1), 2 * NUM_CALLS
+        self._lock = threading.Lock()  # threads may register at the same time
 
     def register_run(self, describe: Describe, run: Run) -> int:
         """A new key for a program.  The log keeps only a weak reference to the run."""
-        if len(self._runs) >= self._most_runs:
-            self._forget()
-        key = next(self._keys)
-        self._runs[key] = describe, ref(run)
-        return key
+        with self._lock:
+            if len(self._runs) >= self._most_runs:
+                self._forget()
+            key = next(self._keys)
+            self._runs[key] = describe, ref(run)
+            return key
 
     def _forget(self) -> None:
         """Forget the programs that no entry names and no run uses."""

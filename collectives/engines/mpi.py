@@ -446,9 +446,10 @@ class MpiMessages:
 
     def waiting_for(self) -> list[Waiting]:
         completed = self._completed
+        ends = self._ends.copy()  # in one step, for another thread may change it
         return [
             Waiting(peer, is_receive)
-            for slot, (peer, is_receive, _) in list(self._ends.items())
+            for slot, (peer, is_receive, _) in ends.items()
             if slot not in completed
         ]
 
