@@ -15,6 +15,7 @@ import numpy as np
 
 from collectives.arrays.backends import HOST
 from collectives.devices import kernel_program as program
+from collectives.engines import KernelWord
 from collectives.lowering import DeviceKind
 from tests.fake_races import Clock, Races, Use
 
@@ -127,7 +128,7 @@ class KernelRun:
     ) -> None:
         self._words, self._function, self._dtype, self._memory = words, function, dtype, memory
         self._races, self._agents = races, agents
-        self._host = (ctypes.c_uint32 * program.NUM_HOST_WORDS).from_address(words.host)
+        self._host = (ctypes.c_uint32 * len(KernelWord)).from_address(words.host)
         self._num_come, self._turn = 0, 0
         self._met, self._joined = list[Clock](), list[Clock]()
         self._blocks = {at: self._block(at) for at in range(len(agents))}
@@ -137,7 +138,7 @@ class KernelRun:
     def begin(self, clock: Clock) -> None:
         """Begin after what is before the kernel on its stream."""
         self.has_begun, self._start = True, clock
-        self._host[program.ENTERED] = self._words.run + 1
+        self._host[KernelWord.ENTERED] = self._words.run + 1
 
     def can_move(self) -> bool:
         """Whether some block would not only wait."""
@@ -161,7 +162,7 @@ class KernelRun:
         return not self._blocks
 
     def _is_told_to_leave(self) -> bool:
-        return bool(self._host[program.GENERATION] != self._words.generation)
+        return bool(self._host[KernelWord.GENERATION] != self._words.generation)
 
     def clocks(self) -> list[Clock]:
         """What is over when all blocks have ended."""
@@ -211,10 +212,10 @@ class KernelRun:
             address, value = self._words.counter(word, rise, is_signal=False)
             if not self._has_come(address, value):
                 if at == 0:
-                    self._host[program.STANDING] = row.number + k + 1
+                    self._host[KernelWord.STANDING] = row.number + k + 1
                 yield lambda address=address, value=value: self._has_come(address, value)
                 if at == 0:
-                    self._host[program.STANDING] = 0
+                    self._host[KernelWord.STANDING] = 0
             self._races.begin(agent, self._races.raised(address, value))
 
     def _has_come(self, address: int, value: int) -> bool:

@@ -19,7 +19,7 @@ from collectives.devices.driver import Driver, DriverError
 from collectives.devices.meeting import Meeting, Wait, Waits
 from collectives.devices.shadow import Allocation, taken
 from collectives.devices.streams import STREAMS, Stream
-from collectives.engines import FAILS, NUM_SLOTS, WORKS
+from collectives.engines import FAILS, NUM_SLOTS, WORKS, KernelWord
 from collectives.lowering import Counter, DeviceKind, DeviceOperation, Step
 
 NUM_ROUNDS = 16
@@ -61,7 +61,7 @@ def _known_of(members: frozenset[Member]) -> str | None:
 
     Where those of more ranks can, so can those of a part.
     """
-    if any(members <= others and not why for others, why in list(_known.items())):
+    if any(members <= others and not why for others, why in _known.copy().items()):
         return ""
     return _known.get(members)
 
@@ -156,7 +156,7 @@ class Handshake:
             has_ended = yield from self._until_ended(events[-1])
             return min(starmap(driver.seconds_between, pairwise(events))) if has_ended else None
         finally:
-            self._host[program.GENERATION] = 0
+            self._host[KernelWord.GENERATION] = 0
             STREAMS.abandon(driver, stream)
             for event in events:
                 STREAMS.give_back_event(driver, event, is_timed=True)
@@ -174,7 +174,7 @@ class Handshake:
         yield Wait(lambda: has_ended() or time.monotonic() > deadline, missing, is_at_work=True)
         if has_ended():
             return True
-        self._host[program.GENERATION] = 0
+        self._host[KernelWord.GENERATION] = 0
         yield Wait(has_ended, missing, is_at_work=True)
         return False
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from collectives.devices import kernel_program as program
 from collectives.devices.cuda_source import UNTYPED, combining, dividing
+from collectives.engines import KernelWord
 from collectives.lowering import DeviceKind
 
 NUM_THREADS = 512  # of a block
@@ -28,9 +29,6 @@ _CONSTANTS = {
     "NUM_HEAD_WORDS": program.NUM_HEAD_WORDS,
     "RANK_WORDS": program.RANK_WORDS,
     "NUM_BUFFERS": program.RANK_WORDS - 2,
-    "ENTERED": program.ENTERED,
-    "STANDING": program.STANDING,
-    "GENERATION": program.GENERATION,
     "GENERATION_AT": program.GENERATION_AT,
     "NUM_THREADS": NUM_THREADS,
     "BARRIER_AT": program.BARRIER_AT,
@@ -40,7 +38,7 @@ _CONSTANTS = {
     "PEER_AT": program.PEER_AT,
     "IS_READ_AT": program.IS_READ_AT,
     "BASE_AT": program.BASE_AT,
-    **{kind.name: int(kind) for kind in DeviceKind},
+    **{each.name: int(each) for each in (*DeviceKind, *KernelWord)},
 }
 
 # Counters are raised and read in the order of all memory of the system, barriers in that of the

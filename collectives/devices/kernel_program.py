@@ -23,16 +23,12 @@ Words = NDArray[np.int64]
 NUM_WORDS = 500
 
 # The words of the head: the number of ranks, and this one; where the operations begin and end; the
-# divisor; the address of the memory for barriers, and that of the words for the host.
+# divisor; the address of the memory for barriers, and that of the words for the host, which
+# `KernelWord` numbers.
 NUM_RANKS, RANK, FIRST, END, DIVISOR, BARRIER, HOST, NUM_HEAD_WORDS = range(8)
 
 # Of each rank: the address of its counters, and their least value in this program; its buffers.
 RANK_WORDS = 2 + len(BUFFERS)
-
-# Words in the memory of the host, of 32 bits: how many runs the kernel has entered; one of the
-# operations at which it waits, plus 1, if it waits for long; and the generation of the program, by
-# which a kernel of another one knows that it shall leave.
-ENTERED, STANDING, GENERATION, NUM_HOST_WORDS = range(4)
 
 # Bits of the first word of a row, from the kind on; of a counter, from the value on; of a place,
 # from the offset on.

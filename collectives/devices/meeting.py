@@ -98,7 +98,7 @@ class Meeting:
 
     @property
     def kernel_words(self) -> Any:
-        """The words by which a kernel of this rank and its host know of each other."""
+        """The words of this rank's record that `KernelWord` numbers."""
         return self.board.kernel_words(self.slots[self.board.rank])
 
     def answer(self, verdict: int) -> None:

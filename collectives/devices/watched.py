@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.devices.kernel_program import ENTERED, GENERATION, STANDING
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Meeting
 from collectives.devices.row_format import KIND, RISE, VALUE, Words
-from collectives.engines import Box
+from collectives.engines import Box, KernelWord
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
 
 
@@ -128,19 +127,19 @@ class WatchedKernel(Watched):
 
     @property
     def _words(self) -> NDArray[np.uint32]:
-        """See `kernel_program`."""
+        """See `KernelWord`."""
         words: NDArray[np.uint32] = self.meeting.kernel_words
         return words
 
     def _num_entered(self) -> int:
-        return int(self._words[ENTERED])
+        return int(self._words[KernelWord.ENTERED])
 
     def _awaited(self, entered: int, values: Words) -> list[Awaited]:
-        at = int(self._words[STANDING]) - 1
+        at = int(self._words[KernelWord.STANDING]) - 1
         return [Awaited(at, self.operations[at], False)] if at >= 0 else []
 
     def let_go(self) -> None:
-        self._words[GENERATION] = 0
+        self._words[KernelWord.GENERATION] = 0
 
 
 class WatchedMessage:

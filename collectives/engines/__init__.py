@@ -16,6 +16,7 @@ from collectives.engines.board import (
     Box,
     CallKey,
     Failure,
+    KernelWord,
 )
 from collectives.engines.host_memory import BUFFER as BUFFER_RECORD
 from collectives.engines.host_memory import NUM_BOXES, NUM_SLOTS, HostMemory
@@ -58,6 +59,7 @@ __all__ = [
     "Execution",
     "Failure",
     "HostMemory",
+    "KernelWord",
     "MessageBuffers",
     "MessageMemory",
     "Messages",

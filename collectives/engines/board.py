@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from enum import IntEnum
 from functools import cached_property
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -26,7 +27,6 @@ from collectives.engines.host_memory import (
 from collectives.errors import Error, on_all_ranks
 
 WORKS, FAILS = 1, 2  # of verdicts
-_GENERATION = 2  # of `kernel_program.py`: the word by which a kernel knows its program
 HEADER, MESSAGES = 1, 2  # of ways to compare calls in checked mode; larger: by records
 
 
@@ -43,6 +43,19 @@ class Failure(NamedTuple):
     kind: int
     why: str
     dead: int
+
+
+class KernelWord(IntEnum):
+    """The words of a slot by which the kernel of a rank and its host know of each other.
+
+    They have 32 bits: how many runs the kernel has entered; one of the operations at which it
+    waits, plus 1, if it waits for long; and the generation of the record, by which a kernel of
+    another one knows that it shall leave.
+    """
+
+    ENTERED = 0
+    STANDING = 1
+    GENERATION = 2
 
 
 class Box(NamedTuple):
@@ -320,7 +333,7 @@ class Board:
         return counter
 
     def kernel_words(self, slot: int) -> NDArray[np.uint32]:
-        """Words of a slot by which the kernel of this rank and its host know of each other."""
+        """The words of a slot that `KernelWord` numbers."""
         me = self.parts[self.rank]
         words: NDArray[np.uint32] = self.area["counters"][slot][me, 1]  # no rank awaits itself
         return words
@@ -378,7 +391,7 @@ class Board:
         record["verdict"] = record["arrived"] = record["answer"] = 0
         for name, value in {"call": key.call, "run": key.run, **fields}.items():
             record[name] = value
-        self.kernel_words(slot)[_GENERATION] = generation
+        self.kernel_words(slot)[KernelWord.GENERATION] = generation
         record["generation"] = generation
         return slot
 

@@ -20,8 +20,6 @@ driver, number = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
 assert not driver.cuInit(0) and not driver.cuDeviceGetCount(ctypes.byref(number))
 print(number.value)
 """
-
-
 _OPTION = "--gpus-per-rank="  # with a number, the first word of a rank's command
 
 

@@ -19,6 +19,7 @@ import pytest
 
 from collectives.devices import kernel_program
 from collectives.devices.interpreter_source import MEMORY, interpreter_source
+from collectives.engines import KernelWord
 from tests.scenarios import dtype
 
 # What CUDA has and C++ lacks; and counters.  `Rank` is a process with its device and its caller.
@@ -256,7 +257,7 @@ def compiled(variants: Sequence[Variant], folder: Path, *options: str) -> Path:
         pytest.skip("there is no g++ to compile kernels for the host")
     text, binary = folder / "kernels.cpp", folder / "kernels"
     names = [f"of_{each.function}_{each.dtype}::run" for each in variants]
-    main = _MAIN.format(kernels=", ".join(names), **vars(kernel_program))
+    main = _MAIN.format(kernels=", ".join(names), **vars(kernel_program), **KernelWord.__members__)
     text.write_text(_SHIM + "".join(each.code for each in variants) + main)
     flags = ["-std=c++14", "-O1", "-w", "-pthread", *options]
     subprocess.run([compiler, *flags, "-o", binary, text], check=True)
