@@ -51,6 +51,7 @@ lint: $(READY) ## check style and types
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check --quiet .
 	$(RUN) -m mypy
+	$(VENV)/bin/lint-imports --no-logo --no-cache
 
 docs: $(READY) ## write the generated tables anew (ARGS=--check only compares)
 	$(RUN) -m bench docs $(ARGS)

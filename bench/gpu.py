@@ -142,7 +142,8 @@ def steps(no_mpi: str | None) -> Iterator[Step]:
             yield Step("torch", ["-m", "bench", "torch", *TORCH.split()], "-J")
     layouts = {name: words.split() for name, words in LAYOUTS.items()}
     for name, options in ({kind.name: kind.words for kind in KINDS} | layouts).items():
-        words = ["-m", "parallel.train", *MODEL.split(), "--no-monitor", *options]
+        program = "moe.train" if "--moe" in options else "parallel.train"
+        words = ["-m", program, *MODEL.split(), "--no-monitor", *options]
         prefix = launch + words if no_mpi is None else [*words, "--threads", "2"]
         yield Step("train " + name.replace(",", ""), prefix, "--json")
 

@@ -36,7 +36,7 @@ from bench.perf import check_output, mpi_version
 from bench.sweep import Watch
 from bench.timing import FEWEST, Effort, times
 from collectives import Communicator
-from moe.experts import Experts
+from moe.exchange import Experts
 from moe.gates import Gate
 from parallel.cli import console_of
 

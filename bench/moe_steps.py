@@ -10,12 +10,10 @@ from mpi4py import MPI
 
 from bench.oracle import Array
 from collectives import Communicator
-from moe.dispatch import Part
-from moe.experts import Experts
+from moe.dispatch import Dispatcher, Options, make_dispatcher
+from moe.exchange import Experts, Part, Received, Rows, Team
 from moe.gates import GATES, Gate
 from moe.routing import Routing
-from moe.rows import Received, Rows
-from moe.ways import Options, Team, Way, make_way
 from parallel import Mesh, nn
 
 FP32 = np.dtype("float32")
@@ -106,7 +104,7 @@ def way_of(
     *,
     num_parts: int = 1,
     ranks_per_host: int | None = None,
-) -> Way:
+) -> Dispatcher:
     """A way to dispatch tokens to experts of a `kind`, with random parameters."""
     mesh = Mesh(comm, expert=comm.size)
     team = Team.along(mesh, AXIS, gate.num_experts)
@@ -118,13 +116,13 @@ def way_of(
     }
     experts.bind(values, {key: np.zeros_like(x) for key, x in values.items()})
     options = Options(size.dim, gate, num_parts=num_parts)
-    way = make_way(name, options, team, experts, ranks_per_host)
+    way = make_dispatcher(name, options, team, experts, ranks_per_host)
     for axis in way.axes:
         mesh[axis]  # makes the communicators, on all ranks in the same order
     return way
 
 
-def forward_of(way: Way) -> Forward:
+def forward_of(way: Dispatcher) -> Forward:
     """The forward pass of a way."""
 
     def forward(x: Array, routed: Routed) -> Array:

@@ -26,9 +26,9 @@ COMMANDS = {
     "--topology hosts:1x8",
     "parallel.show": "zero3 --ranks 4 --micro-batches 2",
     "parallel.export": "--ranks 8 --mesh data=2,pipe=2,tensor=2 --format goal",
+    "moe.train": "--mesh data=2,expert=2 --moe switch",
     "moe.plan": "--mesh data=2,expert=4 --hosts 2",
     "moe.generate": "--mesh expert=2,tensor=2 --moe switch --checkpoint FOLDER",
-    "moe.images": "--model swin --mesh data=2,expert=2 --threads 4",
     "bench": "all_reduce -b 8 -e 64M --native",
 }
 

@@ -2,7 +2,7 @@
 
 import sys
 
-from collectives.diagnostics.hang_report import main
+from collectives.diagnostics import hang_report
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(hang_report.main())

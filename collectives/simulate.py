@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from collectives import algorithms
-from collectives.export import output_file
+from collectives.export import at_least_one, num_bytes, output_file
 from collectives.schedule import SPECS
 from collectives.selection import Choice, choose, even_parts, machine_in
 from collectives.simulation import (
@@ -32,8 +32,6 @@ from collectives.simulation import (
     picture,
     simulate_call,
 )
-
-_SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 
 
 class Found(NamedTuple):
@@ -190,15 +188,6 @@ def _bytes(value: float) -> str:
 # The command line
 
 
-def num_bytes(word: str) -> int:
-    """268435456 for "256M"; an argument type."""
-    factor = _SUFFIXES.get(word[-1:].upper(), 1)
-    digits = word[:-1] if factor > 1 else word
-    if not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of bytes, such as 256M")
-    return int(digits) * factor
-
-
 def straggler(word: str) -> tuple[int, float]:
     """(5, 2.0) for "5=2"; an argument type."""
     rank, _, factor = word.partition("=")
@@ -209,13 +198,6 @@ def straggler(word: str) -> tuple[int, float]:
     if not 0 < found[1] < float("inf"):
         raise argparse.ArgumentTypeError(f"{word!r}: the factor must be more than 0")
     return found
-
-
-def at_least_one(word: str) -> int:
-    """A number of at least 1; an argument type."""
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of at least 1")
-    return int(word)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -5,23 +5,18 @@ the experts that its gate chooses.  What is computed does not depend on the numb
 
     model = moe_gpt(gate="switch", num_experts=8, mesh=Mesh(comm, data=2, expert=2))
 
-A gate (`moe.gates`) chooses experts for each token, `moe.routing` has its choices as a table,
-`moe.ways` bring tokens and experts together, and `moe.layer` is the layer of a model.
-`moe.reference` computes the same on one rank by products with masks.
+The folders are in the order in which a reader needs them: `routing` is a table of choices, which
+the `gates` make; an `exchange` moves rows as a table says, by which `dispatch` brings tokens and
+experts together; `layers` and `models` compute with them, and `plan` says what they will send.
 """
 
-from moe.beside import Beside
+from moe.dispatch import Options
 from moe.gates import GATES, Gate
-from moe.gpt import moe_gpt
-from moe.images import swin_moe, v_moe
-from moe.layer import MixtureOfExperts, mixtures
-from moe.layouts import layout
-from moe.log import RoutingLog
-from moe.routing import Routing
-from moe.students import Teacher, distilled
-from moe.ways import Options
+from moe.layers import MixtureOfExperts, SumOfLayers, mixtures
+from moe.models import gates_of_blocks, layout, moe_gpt
+from moe.routing import Routing, RoutingLog
 
 __all__ = [
-    "GATES", "Beside", "Gate", "MixtureOfExperts", "Options", "Routing", "RoutingLog", "Teacher",
-    "distilled", "layout", "mixtures", "moe_gpt", "swin_moe", "v_moe",
+    "GATES", "Gate", "MixtureOfExperts", "Options", "Routing", "RoutingLog", "SumOfLayers",
+    "gates_of_blocks", "layout", "mixtures", "moe_gpt",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from array_api_compat import numpy as numpy_namespace
@@ -17,8 +18,8 @@ from rich.table import Table
 
 from collectives import Communicator, Topology
 from parallel.accounts import RankTimes, TrafficTable, between_hosts, renumbered
-from parallel.runtime import ProgressCallback
 
+SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 MAX_WIDTH = 1 << 16  # characters: wider than any table
 EVERY = 20  # steps between two lines if the output is not a terminal
 WRONG = "bold red"  # the style of a row whose numbers differ
@@ -38,6 +39,18 @@ def at_least(least: int) -> Callable[[str], int]:
     return integer
 
 
+def number(word: str) -> float:
+    """Return 80e9 for "80G" and 3e11 for "300e9"; an argument type for numbers above 0."""
+    factor = SUFFIXES.get(word[-1:].upper(), 1)
+    try:
+        value = float(Decimal(word[:-1] if factor > 1 else word) * factor)
+    except InvalidOperation:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number, such as 80G") from None
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{word} is not more than 0")
+    return value
+
+
 def mesh_axes(word: str) -> dict[str, int]:
     """Return {"data": 2, "tensor": 2} for "data=2,tensor=2"; an argument type."""
     axes: dict[str, int] = {}
@@ -50,7 +63,7 @@ def mesh_axes(word: str) -> dict[str, int]:
 
 
 def add_gpt_options(add: Callable[..., object]) -> None:
-    """Add the options that say which GPT it is; `add` is an `add_argument`."""
+    """Add the options of a GPT; `add` is an `add_argument` method."""
     positive = at_least(1)
     add("--layers", type=positive, default=4, help="number of blocks; default: %(default)s")
     add("--hidden", type=positive, default=256, help="width; default: %(default)s")
@@ -61,7 +74,7 @@ def add_gpt_options(add: Callable[..., object]) -> None:
 
 
 def gpt_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what `add_gpt_options` has read as arguments of `parallel.gpt`."""
+    """Return the options of `add_gpt_options` as arguments of `parallel.gpt`."""
     return {
         "num_layers": options.layers, "hidden": options.hidden, "num_heads": options.heads,
         "context": options.context, "is_tied": options.tied, "is_shared": options.shared,
@@ -85,9 +98,9 @@ def device_namespace(device: str, comm: Communicator) -> Any:
 
 
 def console_of(rank: int, *, is_terminal: bool = False) -> Console:
-    """Return a console that prints on rank 0 only, in plain text if that is not a terminal.
+    """Return a console that prints on rank 0 only, in plain text unless on a terminal.
 
-    `is_terminal`: that it is one, which a rank of a job cannot find out.
+    `is_terminal` says that rank 0 prints on a terminal, which a rank of a job cannot find out.
     """
     # Open MPI makes standard output a terminal on every rank, wherever the launcher writes to;
     # standard error is a terminal only if the launcher's is.
@@ -114,7 +127,7 @@ def print_table(table: Table, console: Console) -> None:
 
 
 @contextmanager
-def progress(console: Console, steps: int) -> Iterator[ProgressCallback]:
+def progress(console: Console, steps: int) -> Iterator[Callable[[int, float], None]]:
     """Yield a function of (steps done, loss) that moves a bar, or prints a line every 20 steps."""
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("training", total=steps)
@@ -137,7 +150,7 @@ def print_traffic(traffic: TrafficTable, console: Console) -> None:
         cells = ["" if n is None else str(n) for n in (row.predicted.calls, row.recorded.calls)]
         for what in ("messages", "bytes"):
             tallies = row.predicted, row.recorded, row.observed
-            cells += [str(getattr(each, what)) if each else unseen for each in tallies]
+            cells += [str(getattr(tally, what)) if tally else unseen for tally in tallies]
         table.add_row(row.phase, row.collective, *cells, style=None if row.is_equal else WRONG)
     print_table(table, console)
     console.print("Bytes from row to column")
@@ -165,7 +178,7 @@ def print_axes(traffic: TrafficTable, console: Console) -> None:
 def print_hosts(
     traffic: TrafficTable, axes: Mapping[str, int], topology: Topology, console: Console
 ) -> None:
-    """Print the bytes between hosts, with the axes in this order and in the opposite one."""
+    """Print the bytes between hosts, with the axes in this order and in the opposite order."""
     for order in (list(axes), list(axes)[::-1]):
         matrix = renumbered(traffic.matrix, axes, order)
         console.print(
@@ -182,19 +195,19 @@ def print_pipeline(times: Sequence[RankTimes], bubble: float, console: Console) 
     )
     table = table_with("rank", numbers=["computing ms", "waiting ms", "transfer ms", "all ms",
                                         "of all", "of work"])  # fmt: skip
-    for rank, each in enumerate(times):
-        numbers = [f"{1e3 * x:.2f}" for x in each]
-        table.add_row(str(rank), *numbers, *(f"{x:.1%}" for x in each.fractions))
+    for rank, of_rank in enumerate(times):
+        numbers = [f"{1e3 * x:.2f}" for x in of_rank]
+        table.add_row(str(rank), *numbers, *(f"{x:.1%}" for x in of_rank.fractions))
     print_table(table, console)
 
 
 def print_rank_reports(ranks: Sequence[Mapping[str, Sequence[int]]], console: Console) -> None:
-    """Print for each rank the bytes by formula and counted; `ranks` maps names to these pairs."""
+    """Print for each rank the bytes by formula and counted; `ranks` has these pairs by name."""
     console.print("Peak bytes of each rank: f = by formula, c = counted from the arrays")
-    names = [name for name in ranks[0] if any(any(each[name]) for each in ranks)]
+    names = [name for name in ranks[0] if any(any(pairs[name]) for pairs in ranks)]
     table = table_with("rank", numbers=[f"{name} {column}" for name in names for column in "fc"])
-    for rank, each in enumerate(ranks):
-        is_equal = all(formula == counted for formula, counted in each.values())
-        numbers = [str(n) for name in names for n in each[name]]
+    for rank, pairs in enumerate(ranks):
+        is_equal = all(formula == counted for formula, counted in pairs.values())
+        numbers = [str(n) for name in names for n in pairs[name]]
         table.add_row(str(rank), *numbers, style=None if is_equal else WRONG)
     print_table(table, console)

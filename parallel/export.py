@@ -13,15 +13,14 @@ import argparse
 import sys
 from pathlib import Path
 
-import collectives
-from collectives import Communicator
 from collectives.export import machine_in, output_file, summary, write
-from parallel import cli, presets
+from parallel import cli
+from parallel.commands import presets
+from parallel.layout import Layout, Recipe
 from parallel.nn import gpt
 from parallel.optim import DTYPES
 from parallel.pipeline import SCHEDULES
-from parallel.runtime import Recipe, Trainer
-from parallel.tasks import step_tasks
+from parallel.predict import step_tasks
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,10 +28,9 @@ def main(arguments: list[str] | None = None) -> int:
     parse = parser()
     options = parse.parse_args(arguments)
     try:
-        trainer = collectives.run(lambda comm: trainer_of(comm, options), options.ranks)[0]
         machine = machine_in(options.machine)
         tasks = step_tasks(
-            trainer, machine, layer_seconds=options.layer_seconds,
+            layout_of(options), machine, layer_seconds=options.layer_seconds,
             batch=(options.batch, options.context),
         )  # fmt: skip
         written = write(tasks, options.format, options.output)
@@ -42,15 +40,15 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def trainer_of(comm: Communicator, options: argparse.Namespace) -> Trainer:
-    """Return the training run of the command line on one rank."""
-    options = argparse.Namespace(**vars(options))  # of this rank
-    presets.name_strategy(comm, options)
-    mesh = presets.mesh_of(comm, options)
-    model = gpt(**cli.gpt_options(options), mesh=mesh)
+def layout_of(options: argparse.Namespace) -> Layout:
+    """Return how the ranks of the command line train."""
+    presets.name_strategy(options.ranks, options)
     recipe = Recipe(options.dtype, num_micro_batches=options.micro_batches, clip=1.0)
     given = {"mesh": options.mesh, "schedule": options.schedule}
-    return presets.trainer_factory(comm, model, recipe, options.strategy, given, mesh)()
+    return presets.layout_of(
+        options.ranks, lambda mesh: gpt(**cli.gpt_options(options), mesh=mesh), recipe,
+        options.strategy, given, presets.model_mesh(options),
+    )  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:

@@ -1,7 +1,7 @@
 """Generate text with a trained model: forward passes on the ranks of a mesh, one token at a time.
 
-The first pass reads the beginning of each text, and each of the others one token.  Attention keeps
-the keys and values of what has been read (`parallel.nn.KeyValues`), so that nothing is computed
+The first pass reads the beginning of each text, and each later pass one token.  Attention keeps the
+keys and values of the tokens read so far (`parallel.nn.KeyValues`), so that nothing is computed
 twice.  Ranks along ``data`` and ``expert`` have different texts, and ranks along ``tensor`` parts
 of the model.  Which token is chosen does not depend on the mesh.
 """
@@ -18,24 +18,21 @@ import numpy as np
 
 import collectives
 from collectives import even_counts
-from parallel.accounts import PredictedCall, merged
-from parallel.accounts.monitor import PhaseFunction
-from parallel.mesh import Mesh
-from parallel.nn import Array, ArraySpec, BatchRows, KeyValues, Model, Step, on_host
-from parallel.nn.layers import Embedding
-from parallel.nn.tensor.region import gathered
-from parallel.placement import span
-from parallel.runtime.prediction import in_groups
+from parallel.accounts import PhaseFunction, PredictedCall, merged
+from parallel.mesh import Mesh, span
+from parallel.nn import Array, ArraySpec, BatchRows, Embedding, KeyValues, Model, Step, on_host
+from parallel.nn.tensor import gathered
+from parallel.step import in_groups
 from parallel.text import Tokens
 
 ROW_AXES = ("data", "expert")  # along which ranks have different texts
 AXES = (*ROW_AXES, "tensor")
-ALGORITHM = "ring"  # of the gather of logits
+ALGORITHM = "ring"  # for the gather of logits
 FIRST, NEXT = "prompt", "token"  # the phases
 
 
 class Pass(NamedTuple):
-    """One forward pass: its phase, the tokens of each row that it reads, and what it cost."""
+    """One forward pass: its phase, the tokens of each row that it reads, and its cost."""
 
     phase: str
     num_tokens: int
@@ -44,12 +41,12 @@ class Pass(NamedTuple):
 
 
 class Inference:
-    """Forward passes of a model over the rows of some texts, each continuing where one ended.
+    """Forward passes of a model over some texts; each continues where the last one ended.
 
     Parameters
     ----------
     mesh : Mesh
-        With any of the axes ``data``, ``expert`` and ``tensor``.
+        A mesh with any of the axes ``data``, ``expert`` and ``tensor``.
     model : Model
         A `gpt` or `moe.moe_gpt` made with this mesh, whose last two layers are ``head`` and
         ``loss``.
@@ -66,7 +63,7 @@ class Inference:
     rows : range
         The texts of this rank.
     passes : list of Pass
-        Those made so far.
+        The passes made so far.
     cache : KeyValues
         The keys and values of the tokens read so far.
 
@@ -134,10 +131,10 @@ class Inference:
     # A pass
 
     def forward(self, tokens: Tokens) -> np.ndarray[Any, Any]:
-        """Read the next `tokens`; return the logits of the one after them, (rows, vocabulary).
+        """Read the next `tokens`; return the logits of the token after them, (rows, vocabulary).
 
-        All ranks call this, with as many tokens for each of their `rows`: int64 (rows, tokens).
-        Raises ValueError if the model has no positions for so many tokens.
+        All ranks call this, with equally many tokens for each of their `rows`: int64 (rows,
+        tokens).  Raises ValueError if the model has no positions for so many tokens.
         """
         self.check(tokens.shape[1])
         began, self.bytes_read = time.perf_counter(), 0
@@ -150,7 +147,7 @@ class Inference:
         return logits
 
     def check(self, num_tokens: int) -> None:
-        """Raise ValueError if the model has no positions for so many tokens more."""
+        """Raise ValueError if the model has no positions for `num_tokens` more tokens."""
         if not 0 < num_tokens <= self.context - self.num_read:
             raise ValueError(
                 f"{num_tokens} tokens after {self.num_read}: the model reads at least 1 at a time,"
@@ -158,7 +155,7 @@ class Inference:
             )
 
     def _last_logits(self, tokens: Tokens) -> Array:
-        """Return the logits behind the last of the `tokens`, of this rank's part of all tokens."""
+        """Return the logits after the last token, for this rank's part of the vocabulary."""
         *names, _ = self.model.layers  # without the loss
         number = tokens.shape[1]
         step = Step(
@@ -190,13 +187,13 @@ class Inference:
     def _parts(self) -> tuple[int, ...]:
         return tuple(even_counts(self.vocab_size, self.mesh.size_of(self._tensor)))
 
-    # What it reads and sends
+    # Bytes read and sent
 
     def dense_bytes(self, name: str, num_tokens: int, rank: int | None = None) -> int:
         """Return the bytes of weights that a `rank` with texts reads in a layer, without experts.
 
-        By default this rank.  Of an embedding, a row for each of `num_tokens` tokens of each text,
-        and one for each position; of any other layer, all of its parameters.
+        The default is this rank.  An embedding reads a row for each of `num_tokens` tokens of each
+        text, and a row for each position; any other layer reads all of its parameters.
         """
         rank = self.mesh.rank if rank is None else rank
         layer = self.model.layers[name]
@@ -208,26 +205,25 @@ class Inference:
 
     def traffic(self) -> list[PredictedCall]:
         """Return what the passes made so far send; layers with experts know their routing."""
-        return merged(
-            call for number, each in enumerate(self.passes) for call in self._calls(number, each)
-        )
+        passes = enumerate(self.passes)
+        return merged(call for number, one in passes for call in self._calls(number, one))
 
-    def _calls(self, number: int, each: Pass) -> Iterator[PredictedCall]:
+    def _calls(self, number: int, one_pass: Pass) -> Iterator[PredictedCall]:
         batch = BatchRows(number, self.of_rank, None)
         for rank in range(self.mesh.size):
             rows = len(self.of_rank[rank])
             tokens = ArraySpec.tokens(
-                rows, each.num_tokens, self.itemsize, rank=rank, batch=batch
+                rows, one_pass.num_tokens, self.itemsize, rank=rank, batch=batch
             )  # fmt: skip
             *layers, _ = self.model.inputs(tokens).items()
             for name, entering in layers if self.model.mesh.size > 1 else ():
                 calls = self.model.layers[name].traffic(entering).forward
-                yield from in_groups(calls, self.mesh, rank, each.phase, name)
+                yield from in_groups(calls, self.mesh, rank, one_pass.phase, name)
             if self._tensor:
                 counts = tuple(rows * n for n in self._parts())
                 call = PredictedCall("logits", "all_gather", ALGORITHM, counts, self.itemsize,
                                      axis="tensor")  # fmt: skip
-                yield from in_groups([call], self.mesh, rank, each.phase)
+                yield from in_groups([call], self.mesh, rank, one_pass.phase)
 
 
 def choose(
@@ -235,17 +231,17 @@ def choose(
 ) -> Tokens:
     """Return the next token of each row, int64 (rows,).
 
-    That with the largest of the `logits` (rows, vocabulary); or, with a `temperature` above 0, one
-    that is drawn with probabilities proportional to exp(logit / temperature).  What is drawn is a
-    function of the `seed`, the `number` of the token, and the numbers of the `rows`.
+    The next token is the one with the largest of the `logits` (rows, vocabulary).  With a
+    `temperature` above 0, it is drawn with probabilities proportional to exp(logit / temperature),
+    as a function of the `seed`, the `number` of the token, and the numbers of the `rows`.
     """
     scores = np.asarray(logits, np.float64)
     if temperature:
         randoms = [np.random.default_rng([seed, number, row]) for row in rows]
         noise = [random.gumbel(size=scores.shape[1]) for random in randoms]
         scores = scores / temperature + np.reshape(noise, scores.shape)
-    found: Tokens = np.argmax(scores, axis=1)
-    return found
+    tokens: Tokens = np.argmax(scores, axis=1)
+    return tokens
 
 
 def generate(
@@ -258,8 +254,8 @@ def generate(
 ) -> list[bytes]:
     """Return this rank's texts: each of its `prompts`, and `num_tokens` bytes after the longest.
 
-    All ranks call this with the same arguments.  A text whose prompt is shorter than others is
-    continued while those are still read, so that all end together.  See `choose` for `temperature`
+    All ranks call this with the same arguments.  A text with a shorter prompt is continued while
+    longer prompts are still read, so that all texts end together.  See `choose` for `temperature`
     and `seed`.
 
     Raises ValueError, before anything is sent, for an empty prompt, for a number out of range, and
@@ -275,9 +271,9 @@ def generate(
     first = min(map(len, prompts))
     for start, stop in zip([0, *range(first, total - 1)], range(first, total), strict=True):
         logits = inference.forward(texts[:, start:stop])
-        found = choose(logits, inference.rows, stop, temperature, seed)
+        chosen = choose(logits, inference.rows, stop, temperature, seed)
         is_new = known <= stop
-        texts[is_new, stop] = found[is_new]
+        texts[is_new, stop] = chosen[is_new]
     return [text.astype(np.uint8).tobytes() for text in texts]
 
 

@@ -16,10 +16,18 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from parallel.cli import console_of, print_table, table_with
-from parallel.optim import DTYPES, SGD, Adam, Optimizer, dtype_of
-from parallel.optim.formulas import bytes_moved, offloaded_bytes, state_bytes
-from parallel.placement import length, span
-from parallel.places import DEVICE_COLUMNS
+from parallel.mesh import length, span
+from parallel.optim import (
+    DEVICE_COLUMNS,
+    DTYPES,
+    SGD,
+    Adam,
+    Optimizer,
+    bytes_moved,
+    dtype_of,
+    offloaded_bytes,
+    state_bytes,
+)
 from parallel.sharding import Sharding
 
 MOST = 10**18  # parameters, or ranks

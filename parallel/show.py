@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from inspect import getdoc
 
 from rich.markup import escape
 
-import collectives
-from collectives import Communicator
-from parallel import cli, presets
-from parallel.actions import KINDS
+from parallel import cli
+from parallel.commands import presets
+from parallel.layout import RankView, Recipe
 from parallel.nn import gpt
 from parallel.optim import DTYPES
-from parallel.runtime import Recipe, Trainer
+from parallel.step import Action, lower
 
 SHOWN = (*presets.SHARDINGS, "server-sync")
 
@@ -28,28 +28,33 @@ def main(arguments: list[str] | None = None) -> int:
     parse = parser()
     options = parse.parse_args(arguments)
 
-    def make(comm: Communicator) -> Trainer:
-        model = gpt(num_layers=options.layers, hidden=options.hidden, num_heads=1)
-        recipe = Recipe(options.dtype, num_micro_batches=options.micro_batches, clip=1.0)
-        return presets.trainer_factory(comm, model, recipe, options.strategy, {})()
-
+    model = gpt(num_layers=options.layers, hidden=options.hidden, num_heads=1)
+    recipe = Recipe(options.dtype, num_micro_batches=options.micro_batches, clip=1.0)
     try:
-        trainer = collectives.run(make, options.ranks)[0]
+        layout = presets.layout_of(options.ranks, lambda _: model, recipe, options.strategy, {})
     except ValueError as error:
         parse.exit(2, f"{parse.prog}: {error}\n")
+    view = RankView(layout, 0)
+    actions = lower(view)
     console = cli.console_of(0)
     table = cli.table_with("action", "phase", "sends", numbers=["messages", "bytes"])
-    for action in trainer.actions:
-        calls = list(trainer.calls_of(action))
+    for action in actions:
+        calls = list(action.sends(view))
         sent = [call.sent(options.ranks) for call in calls]
         words = ", ".join(dict.fromkeys(call.collective for call in calls))
-        numbers = [sum(each.messages for each in sent), sum(each.bytes for each in sent)]
+        numbers = [sum(call.messages for call in sent), sum(call.bytes for call in sent)]
         cells = [str(n) if n else "" for n in numbers]
         table.add_row(escape(str(action)), action.phase, words, *cells)
     cli.print_table(table, console)
-    used = dict.fromkeys(action.kind for action in trainer.actions)
-    console.print("\n".join(f"{kind}: {KINDS[kind]}" for kind in used))
+    kinds = dict.fromkeys(map(type, actions))
+    console.print("\n".join(map(about, kinds)), markup=False)
     return 0
+
+
+def about(kind: type[Action]) -> str:
+    """Return the code of a kind of action, and the first sentence of its docstring."""
+    summary, *_ = (getdoc(kind) or "").partition("\n")
+    return f"{kind.code}: {summary}"
 
 
 def parser() -> argparse.ArgumentParser:

@@ -3,32 +3,31 @@
     python -m parallel.simulate --mesh pipe=8,data=16,tensor=8 --layers 96 --hidden 12288 \
         --heads 96 --topology hosts:128x8,nics=8,island=8
 
-Prints, for each place along ``pipe``, for how long it computes and waits for each axis.  Nothing is
-sent or computed.
+Prints, for each index along ``pipe``, for how long its ranks compute and wait for each axis.
+Nothing is sent or computed.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from collectives.export import machine_in, output_file
 from collectives.simulation import TOPOLOGIES, network_of
-from parallel import cli
+from parallel import cli, plan
+from parallel.layout import Layout, Recipe
 from parallel.mesh import ROW_AXES, Mesh
-from parallel.nn import context_positions, gpt
-from parallel.nn.gpt import ATTENTION
+from parallel.nn import ATTENTION, context_positions, gpt
 from parallel.pipeline import SCHEDULES
-from parallel.plan import Job, Layout
-from parallel.plan.__main__ import number
-from parallel.plan.cost import forward_flops
-from parallel.plan.ranks import PlannedMesh, PlannedTrainer
-from parallel.plan.step import Prices, Step, simulate_step
-from parallel.plan.step_picture import picture
-from parallel.runtime import Recipe, Trainer
+from parallel.plan import forward_flops
+from parallel.predict import Prices, StepTime, simulate_step, step_picture
 from parallel.sharding import Sharding
 
 AXES = ("pipe", "data", "context", "tensor")
@@ -37,71 +36,82 @@ AXES = ("pipe", "data", "context", "tensor")
 def main(arguments: list[str] | None = None) -> int:
     """Print what the command line asks for; return the exit status."""
     parse = parser()
-    options = parse.parse_args(arguments)
+    options, console = parse.parse_args(arguments), cli.console_of(0)
     try:
-        step, trainer = simulated(options)
+        step, layout = simulated(options, console)
     except (OSError, ValueError) as error:
         parse.exit(2, f"{parse.prog}: {error}\n")
-    mesh = " x ".join(f"{axis} {size}" for axis, size in trainer.mesh.axes.items())
-    title = f"{trainer.mesh.size} ranks, {mesh}, {options.topology}: {step.seconds:.4g} s a step"
-    console = cli.console_of(0)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.axes.items())
+    title = f"{layout.mesh.size} ranks, {mesh}, {options.topology}: {step.seconds:.4g} s a step"
     console.print(title)
-    cli.print_table(table(step, trainer), console)
+    cli.print_table(table(step), console)
     if options.picture:
-        options.picture.write_text(picture(step, title))
+        options.picture.write_text(step_picture(step, title))
         console.print(f"the step in time: {options.picture}")
     return 0
 
 
-def simulated(options: argparse.Namespace) -> tuple[Step, Trainer]:
-    """Return the step that the command line asks for, and its run."""
-    mesh = PlannedMesh(**{axis: options.mesh.get(axis, 1) for axis in (*options.mesh, "data")})
+def simulated(options: argparse.Namespace, console: Console) -> tuple[StepTime, Layout]:
+    """Return the step that the command line asks for, and its layout; show the progress."""
+    mesh = Mesh(None, **{axis: options.mesh.get(axis, 1) for axis in (*options.mesh, "data")})
     if unknown := [axis for axis in mesh.axes if axis not in AXES]:
         raise ValueError(f"a mesh has the axes {', '.join(AXES)}, not {unknown[0]}")
     pipe, data, context, tensor = (mesh.axes.get(axis, 1) for axis in AXES)
     context_positions(options.context, context, 0)  # raises if a rank would have none
     batch = options.micro_batch * options.micro_batches * data
-    job = Job(
+    job = plan.Job(
         options.layers, options.hidden, options.heads, options.context, options.vocab_size, batch
     )
-    layout = Layout(pipe, data, tensor, options.zero, options.micro_batch)
     model = gpt(
         num_layers=job.num_layers, hidden=job.hidden, num_heads=job.num_heads,
         context=job.context, vocab_size=job.vocab_size, mesh=mesh,
         recompute=("block*",) if options.recompute else (), attention=options.attention,
         sequence_parallel="gather" if tensor > 1 else None,
     )  # fmt: skip
-    trainer = PlannedTrainer(
+    layout = Layout(
         mesh, model, Recipe("float16", num_micro_batches=options.micro_batches),
         sharding=sharding_of(options.zero, mesh), schedule=options.schedule,
         algorithm=options.algorithm,
     )  # fmt: skip
     machine = machine_in(options.machine)
     prices = Prices(machine, network_of(options.topology, machine, mesh.size))
+    divided = plan.Candidate(pipe, data, tensor, options.zero, options.micro_batch)
 
     def forward_seconds(layer: str) -> float:
-        whole = sum(forward_flops(job, layout, model, layer))
+        whole = sum(forward_flops(job, divided, model, layer))
         return float(whole / context / options.flops)  # ranks along context compute equally much
 
-    return simulate_step(trainer, (job.batch, job.context), forward_seconds, prices), trainer
+    shape = job.batch, job.context
+    with progress_bar(console, "calls") as show:
+        return simulate_step(layout, shape, forward_seconds, prices, show), layout
+
+
+@contextmanager
+def progress_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Return a context manager with a function of (done, total) that shows the progress."""
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+    task = bar.add_task(what, total=None)
+    with bar:
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def sharding_of(stage: int, mesh: Mesh) -> Sharding:
-    """Return that of a stage of ZeRO, 0 for none, among all ranks that compute different tokens."""
+    """Return the sharding of a ZeRO stage, 0 for none, along all axes with different tokens."""
     axes = tuple(axis for axis in ROW_AXES if axis in mesh.axes)
     return Sharding.zero(stage, axes=axes) if stage else Sharding.ddp(axes=axes)
 
 
-def table(step: Step, trainer: Trainer) -> Table:
-    """Return a row for each place along ``pipe``."""
-    axes = list(dict.fromkeys(axis for i in range(len(step.spans)) for axis in step.exposed(i)))
+def table(step: StepTime) -> Table:
+    """Return a row for each index along ``pipe``."""
+    indices = range(len(step.spans))
+    axes = list(dict.fromkeys(axis for i in indices for axis in step.exposed(i)))
     heads = ("computes s", *(f"{axis} s" for axis in axes), "of the step")
-    found = cli.table_with("place", numbers=heads)
-    for place in range(len(step.spans)):
-        busy, exposed = step.computing(place), step.exposed(place)
+    rows = cli.table_with("pipe", numbers=heads)
+    for i in indices:
+        busy, exposed = step.computing(i), step.exposed(i)
         cells = (f"{exposed.get(axis, 0.0):.4g}" for axis in axes)
-        found.add_row(str(place), f"{busy:.4g}", *cells, f"{busy / step.seconds:.0%}")
-    return found
+        rows.add_row(str(i), f"{busy:.4g}", *cells, f"{busy / step.seconds:.0%}")
+    return rows
 
 
 def parser() -> argparse.ArgumentParser:
@@ -128,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
     add("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
     add("--recompute", action="store_true", help="compute blocks again in backward")
     add("--algorithm", default="ring", help="of what layers do not name; default: %(default)s")
-    add("--flops", type=number, default=150e12, metavar="N",
+    add("--flops", type=cli.number, default=150e12, metavar="N",
         help="operations a second that a GPU reaches; default: 150T")  # fmt: skip
     add("--picture", type=output_file, metavar="FILE.svg", help="write the step in time")
     return parse

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from parallel.placement import span
+from parallel.mesh import span
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Tokens: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
@@ -21,8 +21,8 @@ def load(path: str | Path | None = None) -> Bytes:
     """Return the bytes of a file or directory, or of Python's standard library: 1-d, uint8.
 
     Files are read in the order of their paths.  Without a `path`, the ``.py`` files of the standard
-    library are, but for tests.  Every rank reads for itself, so the text must be the same on every
-    machine.  Raises ValueError if there is no file, or if all are empty.
+    library are read, without tests.  Every rank reads for itself, so the text must be the same on
+    every machine.  Raises ValueError if there is no file, or if all are empty.
     """
     files = library_files() if path is None else [Path(path), *Path(path).rglob("*")]
     files.sort(key=lambda file: file.parts)  # the same in every locale and file system
@@ -54,7 +54,8 @@ def unigram_entropy(data: Bytes) -> float:
 def share(total: int, num_ranks: int, rank: int) -> slice:
     """Return the rows of a batch of `total` rows that belong to `rank`, one of `num_ranks`.
 
-    They are contiguous; the first ranks have up to one more.  Raises ValueError if one has none.
+    The rows are contiguous; the first ranks may have one row more.  Raises ValueError if a rank has
+    none.
     """
     if total < num_ranks:
         raise ValueError(f"a global batch of {total} cannot be divided among {num_ranks} ranks")

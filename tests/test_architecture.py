@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: each function that it links to is where the link says."""
+"""The pages of architecture are true: each function that they link to is where the link says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
 LINK = re.compile(r"\[`([\w.]+)`\]\(([^)]+\.py)\)")
@@ -34,8 +36,9 @@ def stale(text: str, folder: Path) -> Iterator[str]:
             yield f"{name} in {target}"
 
 
-def test_every_function_is_where_the_link_says() -> None:
-    text = (DOCS / "architecture.md").read_text()
+@pytest.mark.parametrize("page", ["architecture.md", "architecture_training.md"])
+def test_every_function_is_where_the_link_says(page: str) -> None:
+    text = (DOCS / page).read_text()
     assert len(LINK.findall(text)) > 25
     assert list(stale(text, DOCS)) == []
 

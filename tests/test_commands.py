@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.docs.options import EXAMPLES
 from collectives.__main__ import COMMANDS, about, lines
 
 CALL = "all_reduce ring --ranks 4 --bytes 1K --format goal"
@@ -25,8 +26,10 @@ WRITING = [
     ("parallel.train", "--threads 2 --json {}"),
     ("parallel.train", "--threads 2 --trace {}"),
     ("parallel.train", "--threads 2 --save {}"),
+    ("moe.train", "--threads 2 --moe switch --json {}"),
+    ("moe.train", "--threads 2 --moe switch --save-routing {}"),
     ("moe.generate", "--threads 2 --json {}"),
-    ("moe.images.__main__", "--threads 2 --save {}"),
+    ("examples.images.__main__", "--threads 2 --save {}"),
     ("bench.__main__", "all_reduce -g 2 -J {}"),
     ("bench.__main__", "pingpong -g 2 -J {}"),
     *[("bench.__main__", f"{name} --json {{}}") for name in (
@@ -52,7 +55,7 @@ def test_every_command_is_listed_with_what_it_does() -> None:
         assert f"  {about(module)}:\n" in listed.stdout
 
 
-@pytest.mark.parametrize("module", COMMANDS)
+@pytest.mark.parametrize("module", [*COMMANDS, *EXAMPLES])
 def test_every_command_explains_itself(module: str) -> None:
     helped = run(module, "--help")
     assert helped.returncode == 0, helped.stderr
@@ -74,7 +77,7 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
 
     for launcher in ("bench.own_job.launch", "bench.jobs.launch"):
         monkeypatch.setattr(launcher, start)
-    monkeypatch.setattr("parallel.runtime.trainer.Trainer.step", start)
+    monkeypatch.setattr("parallel.run.trainer.Trainer.step", start)
     (tmp_path / "a_file").touch()
     path = tmp_path / "a_file" / "x"
     with pytest.raises(SystemExit) as stop:
@@ -85,15 +88,25 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
     assert "cannot be written" in sentence or "Not a directory" in sentence
 
 
-def test_every_module_with_a_command_is_listed() -> None:
-    with_main = {
+def with_main(*packages: str) -> set[str]:
+    """The modules of these packages that can be run."""
+    return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
-        for package in ("collectives", "parallel", "moe", "bench")
+        for package in packages
         for path in (ROOT / package).rglob("*.py")
         if '__name__ == "__main__"' in path.read_text()
     }
+
+
+def test_every_module_with_a_command_is_listed() -> None:
     # Programs that a command starts; a user only where that command cannot (docs/clusters.md).
     started = {"collectives.launch.bootstrap", "collectives.doctor.exchange", "bench.starting",
                "bench.sweep", "bench.gpu", "bench.device_mpi", "bench.mps", "bench.moe_ranks",
                "bench.torch.ranks", "bench.torch.start", "bench.torch.traffic_ranks"}  # fmt: skip
-    assert with_main - started == {"collectives", *COMMANDS}
+    commands = with_main("collectives", "parallel", "moe", "bench") - started
+    assert commands == {"collectives", *COMMANDS}
+
+
+def test_every_example_is_in_the_documents() -> None:
+    folders = {f"examples.{path.parent.name}" for path in (ROOT / "examples").glob("*/__init__.py")}
+    assert with_main("examples") == folders == set(EXAMPLES)

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 
 import collectives
+import examples.images
+import examples.students
 from bench.docs.api import PAGES, WITHOUT_MEMBERS, documented, members, public
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for path in sorted((ROOT / "parallel").rglob("[!_]*.py"))
+    for package in ("parallel", "examples")
+    for path in sorted((ROOT / package).rglob("[!_]*.py"))
 ]
 # "Returns the bytes", "yields them"; or the docstring names the result: "The bytes of ...".
 SAYS_WHAT_IT_GIVES = re.compile(r"\b([Rr]eturns?|[Yy]ields?)\b|^(The|An?|Whether|Every|All) ")
@@ -78,16 +81,16 @@ def gives_something(thing: Any) -> bool:
 
 
 def everything() -> Iterator[tuple[str, Any]]:
-    """All public names, with the public members of classes."""
-    for page in PAGES:
-        for module in page.modules:
-            for name, value in public(module):
-                if not callable(value):
-                    continue
-                yield f"{module.__name__}.{name}", value
-                if value in documented() and not issubclass(value, WITHOUT_MEMBERS):
-                    for member, each in members(value):
-                        yield f"{module.__name__}.{name}.{member}", each
+    """All public names, also of examples, with the public members of classes."""
+    modules = [module for page in PAGES for module in page.modules]
+    for module in (*modules, examples.images, examples.students):
+        for name, value in public(module):
+            if not callable(value):
+                continue
+            yield f"{module.__name__}.{name}", value
+            if value in documented() and not issubclass(value, WITHOUT_MEMBERS):
+                for member, each in members(value):
+                    yield f"{module.__name__}.{name}.{member}", each
 
 
 def overridden(name: str) -> str:

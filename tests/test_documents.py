@@ -196,6 +196,7 @@ def test_other_pages_have_no_examples_that_nobody_runs() -> None:
         "testing.md",
         "torch.md",  # by tests/test_torch_jobs.py
         "architecture.md",
+        "architecture_training.md",
         "CONTRIBUTING.md",
     }
 
@@ -250,7 +251,7 @@ def test_every_command_of_make_exists() -> None:
 
 def unknown_commands(text: str) -> set[str]:
     """Modules and commands of bench that a document names and that do not exist."""
-    modules = set(re.findall(r"-m\s+((?:collectives|parallel|moe|bench)[\w.]*)", text))
+    modules = set(re.findall(r"-m\s+((?:collectives|parallel|moe|bench|examples)[\w.]*)", text))
     named = set(re.findall(r"-m\s+bench (\w+)", text))
     known = {*BENCH_COMMANDS, *algorithms.collectives(), "all", "COLLECTIVE"}
     return {name for name in modules if find_spec(name) is None} | (named - known)

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from bench import __main__ as bench
-from bench.docs.options import arguments, module, parsers
+from bench.docs.options import EXAMPLES, arguments, module, parsers
 from collectives.__main__ import COMMANDS
 from collectives.launch.command import _split as split_launch
 from tests import pages
@@ -35,14 +35,14 @@ QUICK = {
 # Options of mpirun and srun that pages name.
 FOREIGN = {"--allow-run-as-root", "--bind-to", "-iface", "--mca", "--mpi", "--oversubscribe"}
 # What pages mean that name options of it without the command.
-MEANT = {"CONTRIBUTING.md": ["parallel.train"], "limits.md": ["parallel.train"]}
+MEANT = {"CONTRIBUTING.md": ["parallel.train"], "limits.md": ["moe.train"]}
 
 
 def programs(text: str) -> Iterator[tuple[str, list[str]]]:
     """The commands of this project in a command, with their arguments, such as a launcher's job."""
     words = shlex.split(text, comments=True)
     for place, (dash, name) in enumerate(pairwise(words)):
-        if dash == "-m" and name in COMMANDS:
+        if dash == "-m" and name in (COMMANDS | EXAMPLES):
             rest = words[place + 2 :]
             yield name, split_launch(rest)[0] if name == "collectives.launch" else rest
 
@@ -186,7 +186,7 @@ def wrong_in(text: str) -> Iterator[str]:
 def wrong_in_text(path: Path) -> Iterator[str]:
     """The options in the text of a page that none of the commands that it names has."""
     text = path.read_text().replace("\\|", "|")  # in tables
-    named = re.findall(r"-m\s+((?:collectives|parallel|moe|bench)[\w.]*)\s*(\w*)", text)
+    named = re.findall(r"-m\s+((?:collectives|parallel|moe|bench|examples)[\w.]*)\s*(\w*)", text)
     named += [(name, "") for name in MEANT.get(path.name, ())]
     found = [parse for name, word in named for parse in parsers_of(name, [word])]
     for span in re.findall(r"`(--?[A-Za-z][^`]*)`", pages.outside_of_blocks(text)):
@@ -223,10 +223,10 @@ def test_options_that_do_not_exist_are_noticed(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", COMMANDS | EXAMPLES)
 def test_options_in_the_help_of_a_command_exist(name: str) -> None:
-    """In the examples of its docstring, and in the list that `python -m collectives` prints."""
-    examples = [f"python -m {name} {COMMANDS[name]}"]
+    """In the examples of its docstring, and in the list of commands or of examples."""
+    examples = [f"python -m {name} {(COMMANDS | EXAMPLES)[name]}"]
     for each in bench.COMMANDS.values() if name == "bench" else ():
         examples += re.findall(r"^ +(python -m .*)", docstring(each), re.MULTILINE)
     examples += re.findall(r"^ +(.*python -m .*)", docstring(name), re.MULTILINE)

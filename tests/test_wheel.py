@@ -39,7 +39,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from a copy: building leaves files behind."""
     folder = tmp_path_factory.mktemp("wheel")
     sources = folder / "sources"
-    for package in PACKAGES:
+    for package in (*PACKAGES, "examples"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, sources / package, ignore=ignore)
     for name in FILES:
@@ -77,6 +77,12 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def job(python: Path, tmp_path: Path) -> list[str | Path]:
     """The words that start two ranks."""
     return [python, "-m", "collectives.launch", "-n", "2", "--timeout", "200"]
+
+
+def test_the_wheel_has_the_packages_without_the_examples(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as whole:
+        folders = {name.partition("/")[0] for name in whole.namelist()}
+    assert {name for name in folders if not name.endswith(".dist-info")} == set(PACKAGES)
 
 
 def test_the_example_of_the_readme_runs(job: list[str | Path], tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ PAGES = [
     Page(
         "api_parallel.md",
         "API of `parallel`",
-        [parallel, pipeline, plan, parallel.checkpoint, parallel.text],
+        [parallel, pipeline, plan, parallel.checkpoint, parallel.text, parallel.commands],
     ),
     Page("api_moe.md", "API of `moe`", [moe, moe.gates, moe.gates.named]),
 ]

@@ -12,11 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
-from bench.docs import algorithms, api, experts, measured
+from bench.docs import activation_memory, algorithms, api, experts, measured
 from bench.docs import options as of_commands
-from bench.docs.folders import folders
+from bench.docs.folders import PACKAGES, folders
 from bench.docs.provenance import ROOT, aged
 from bench.docs.sections import has_section, read, with_section
 
@@ -63,9 +64,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def refuse(root: Path) -> None:
-    """Raise ValueError if the folder has no documents."""
-    if root == ROOT and not (root / "pyproject.toml").exists():
-        raise ValueError("docs needs a checkout of the project, or --root DIR")
+    """Raise ValueError if the examples, or the folder of the documents, are missing."""
+    spec = find_spec("examples")
+    if spec is None or spec.origin != str(ROOT / "examples" / "__init__.py"):
+        raise ValueError("docs needs a checkout of the project, and is run from its root")
     if not root.is_dir():
         raise ValueError(f"there is no folder {root}")
 
@@ -75,7 +77,9 @@ def wanted(options: argparse.Namespace) -> Iterator[tuple[Path, str]]:
     writers = algorithms.pages, api.pages, of_commands.pages
     generated = [page for pages in writers for page in pages(options.root / "docs")]
     yield from generated
-    sections = {"algorithms": algorithms.overview(), "folders": folders(ROOT / "collectives")}
+    sections = {"algorithms": algorithms.overview()}
+    sections |= {f"folders of {package}": folders(package) for package in PACKAGES}
+    sections |= {"activation-memory": activation_memory.section()}
     sections |= measured.sections(options.speed) if options.speed else {}
     sections |= {"moe": experts.moe_section(options.moe)} if options.moe else {}
     for name in ("strategies", "balance", "gpu"):

@@ -1,39 +1,35 @@
-"""The folders of `collectives/` in their order, for CONTRIBUTING.md."""
+"""The folders of a package in their order, for CONTRIBUTING.md."""
 
 from __future__ import annotations
 
 import ast
+import tomllib
 from pathlib import Path
 
 from bench.docs.sections import table
 
-# A file imports from its own folder and from those named before it; `tests/test_imports.py` sees
-# to that.
-ORDER = [
-    "errors",
-    "schedule",
-    "algorithms",
-    "diagnostics",
-    "arrays",
-    "programs",
-    "lowering",
-    "simulation",
-    "selection",
-    "export",
-    "engines",
-    "devices",
-    "runtime",
-    "communicator",
-    "mpi4py_compat",
-    "torch",
-    "launch",
-    "doctor",
-]
+ROOT = Path(__file__).parent.parent.parent
+PACKAGES = ["collectives", "parallel", "moe", "bench"]
 
 
-def folders(package: Path) -> str:
+def order(package: str) -> list[str]:
+    """The folders of a package, and the files beside them, in the order in which one needs them.
+
+    It is that of the contract in pyproject.toml, by which each imports only what is before it; by
+    the alphabet if there is none.
+    """
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    for contract in settings["tool"]["importlinter"]["contracts"]:
+        if contract.get("containers") == [package]:
+            layers = reversed(contract["layers"])
+            return [name.strip() for layer in layers for name in layer.split("|")]
+    return sorted(path.parent.name for path in (ROOT / package).glob("*/__init__.py"))
+
+
+def folders(package: str) -> str:
     """A table: each folder, what its `__init__` says that it knows, and its files."""
-    rows = [[f"`{name}`", about(package / name), files(package / name)] for name in ORDER]
+    paths = [(name, ROOT / package / name) for name in order(package)]
+    rows = [[f"`{name}`", about(path), files(path)] for name, path in paths]
     return table(["folder", "what it knows", "files"], [], rows)
 
 

@@ -20,6 +20,11 @@ ELSEWHERE = {
     "collectives.launch": "collectives.launch.command",
     "collectives.flight": "collectives.diagnostics.hang_report",
 }
+# The programs of a checkout, which are not in the wheel, and an example of their arguments.
+EXAMPLES = {
+    "examples.images": "--model swin --mesh data=2,expert=2 --threads 4",
+    "examples.students": "--teacher FOLDER --teacher-layers 4 --layers 2",
+}
 HEAD = """\
 # Commands
 
@@ -88,7 +93,8 @@ def arguments(parse: argparse.ArgumentParser) -> list[argparse.Action]:
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """The parser of every command, by what follows ``python -m``, such as "bench tune"."""
     names = *algorithms.collectives(), ALL, *bench.COMMANDS
-    found = [parse for name in COMMANDS if name != "bench" for parse in with_inner(module(name))]
+    modules = [name for name in (*COMMANDS, *EXAMPLES) if name != "bench"]
+    found = [parse for name in modules for parse in with_inner(module(name))]
     found.append(bench.parser([]))
     found += [inner(bench.parser([name]))[name] for name in names]
     return {parse.prog.removeprefix("python -m "): parse for parse in found}

@@ -1,7 +1,8 @@
 """Export: programs as files that other simulators and runtimes read (GOAL, SMPI, MSCCL, Chakra)."""
 
+from collectives.export.arguments import at_least_one, num_bytes, output_file
 from collectives.export.call import Call
-from collectives.export.files import output_file, summary, unwritable, write, write_text
+from collectives.export.files import summary, unwritable, write, write_text
 from collectives.export.smpi import platform
 from collectives.export.tasks import Stream, Task, tag, tasks_of
 from collectives.selection import machine_in, programs
@@ -12,7 +13,9 @@ __all__ = [
     "Machine",
     "Stream",
     "Task",
+    "at_least_one",
     "machine_in",
+    "num_bytes",
     "output_file",
     "platform",
     "programs",

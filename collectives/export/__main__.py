@@ -18,14 +18,15 @@ import numpy as np
 from collectives.algorithms import collectives as names_of_collectives
 from collectives.export import (
     Call,
+    at_least_one,
     machine_in,
+    num_bytes,
     output_file,
     platform,
     summary,
     write,
     write_text,
 )
-from collectives.simulate import at_least_one, num_bytes
 
 FORMATS = ("goal", "smpi", "msccl", "chakra")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,13 +24,6 @@ def unwritable(path: Path) -> str | None:
     if not os.access(path if path.exists() else folder, os.W_OK):
         return f"{path} cannot be written: this user may not write there"
     return None
-
-
-def output_file(word: str) -> Path:
-    """A file that can be written; an argument type.  For commands that are not run under MPI."""
-    if reason := unwritable(path := Path(word)):
-        raise argparse.ArgumentTypeError(reason)
-    return path
 
 
 def write(ranks: Ranks, form: str, path: Path | None = None) -> list[Path]:

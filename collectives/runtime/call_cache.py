@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
-from collectives.algorithms.registry import watch
+from collectives.algorithms import registry
 
 _MAX_CALLS = 512
 _MAX_BYTES = 32 * 2**20
@@ -39,7 +39,7 @@ class CallCache:
         self._calls: dict[Hashable, Make] = {}
         self._num_bytes = 0
         self._seen: set[int] = set()
-        watch(self)
+        registry.watch(self)
 
     def __len__(self) -> int:
         return len(self._calls)

@@ -8,10 +8,10 @@ from moe.gates.capacity import RULES
 from moe.gates.gate import Gate, Gated
 from moe.gates.losses import Balance, Importance, Load, RouterZ
 from moe.gates.named import GATES
-from moe.gates.scores import SIGMOID, SOFTMAX
-from moe.gates.selections import Ask, Chosen
+from moe.gates.scores import SIGMOID, SOFTMAX, score_bytes
+from moe.gates.selections import Chosen, SelectionInput
 
 __all__ = [
-    "GATES", "RULES", "SIGMOID", "SOFTMAX", "Ask", "Balance", "Chosen", "Gate", "Gated",
-    "Importance", "Load", "RouterZ",
+    "GATES", "RULES", "SIGMOID", "SOFTMAX", "Balance", "Chosen", "Gate", "Gated",
+    "Importance", "Load", "RouterZ", "SelectionInput", "score_bytes",
 ]  # fmt: skip

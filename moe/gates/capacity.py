@@ -50,8 +50,8 @@ def deepspeed(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
 
 def tutel(num_tokens: int, num_experts: int, k: int, factor: float) -> int:
     """Return k int(f ceil(S / E)).  Hwang et al. 2023 (Tutel)."""
-    each = math.ceil(Fraction(num_tokens, num_experts))
-    return k * int(as_written(factor) * each)
+    mean = math.ceil(Fraction(num_tokens, num_experts))
+    return k * int(as_written(factor) * mean)
 
 
 def v_moe(num_tokens: int, num_experts: int, k: int, factor: float) -> int:

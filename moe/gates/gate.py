@@ -10,18 +10,18 @@ from typing import NamedTuple
 import numpy as np
 
 from moe.gates.capacity import RULES
-from moe.gates.losses import GroupOfTokens, Loss
+from moe.gates.losses import Loss, LossInput
 from moe.gates.scores import SOFTMAX, TINY, Scores
 from moe.gates.selections import (
-    Ask,
     Chosen,
     Selection,
+    SelectionInput,
     expert_choice,
     random_second,
     top_k,
 )
 from moe.routing import Integers, Routing, Values, joined, slots_of
-from moe.rows import scattered, sums_of
+from moe.sums import scattered, sums_of
 from parallel.nn import Array, namespace_of
 
 
@@ -47,7 +47,7 @@ class Gated(NamedTuple):
 
 @dataclass(frozen=True)
 class Gate:
-    """How tokens choose experts, or experts tokens; `moe.gates.named` has those of the literature.
+    """How tokens choose experts, or experts tokens; `moe.gates.named` has gates of the literature.
 
     A gate works in host memory, because the choices are needed there to send tokens; `backward`
     works on the device of the derivatives.
@@ -62,7 +62,7 @@ class Gate:
     selection : function
         Chooses within a group: one of `moe.gates.selections`.
     losses : tuple of function
-        Of `moe.gates.losses`.
+        The auxiliary losses: some of `moe.gates.losses`.
     rule : str, optional
         The capacity rule: a name in `moe.gates.capacity.RULES`; None: experts take all tokens.
         The rule ``"expert-choice"`` goes with the selection `expert_choice`, and others do not.
@@ -82,7 +82,7 @@ class Gate:
         Whether logits are computed; if not, all weights are 1 / k.
     init_scale : float
         The initial weights of the router have the standard deviation sqrt(init_scale / inputs).
-        Those of experts and of other layers do not depend on it.
+        The weights of experts and of other layers do not depend on it.
 
     Raises
     ------
@@ -116,7 +116,7 @@ class Gate:
         self._check_selection()
 
     def _check_numbers(self) -> None:
-        """Raise ValueError if one is negative or not finite, or if it is 0 and may not be."""
+        """Raise ValueError if a number is negative or not finite, or 0 where it may not be."""
         positive = ("capacity_factor", "scale")
         for name in (*positive, "noise", "bias_rate", "init_scale"):
             value, least = getattr(self, name), "more than 0" if name in positive else "at least 0"
@@ -141,14 +141,14 @@ class Gate:
         """
         if self.rule is None or not num_tokens:
             return None
-        found = RULES[self.rule](num_tokens, self.num_experts, self.k, self.capacity_factor)
-        if found < 1:
+        capacity = RULES[self.rule](num_tokens, self.num_experts, self.k, self.capacity_factor)
+        if capacity < 1:
             raise ValueError(
-                f"experts would take no token: the rule {self.rule} gives a capacity of {found} for"
-                f" {num_tokens} tokens, {self.num_experts} experts, k = {self.k} and a factor of"
-                f" {self.capacity_factor}"
+                f"experts would take no token: the rule {self.rule} gives a capacity of {capacity}"
+                f" for {num_tokens} tokens, {self.num_experts} experts, k = {self.k} and a factor"
+                f" of {self.capacity_factor}"
             )
-        return found
+        return capacity
 
     def num_entries(self, num_tokens: int) -> int:
         """Return the number of choices of a group of `num_tokens` tokens, dropped ones included."""
@@ -165,21 +165,21 @@ class Gate:
         bias: Values | None = None,
         token_ids: Integers | None = None,
     ) -> Gated:
-        """Route tokens.
+        """Route tokens to experts.
 
         Parameters
         ----------
         logits : array
-            Of the router, float32 or float64 (tokens, experts).
+            The logits of the router, float32 or float64 (tokens, experts).
         random : sequence of Generator, optional
-            One for each row of the text, of which the tokens are equal parts: the numbers that a
-            token draws do not depend on which rows are computed together.  Without it nothing is
-            drawn: there is no noise, and a random choice is made if its probability is 1 / 2.
+            One for each row of the text; rows have equally many tokens.  The numbers that a token
+            draws do not depend on which rows are computed together.  Without it nothing is drawn:
+            there is no noise, and a random choice is made if its probability is 1 / 2.
         num_groups : int
             The number of groups of consecutive tokens that are routed independently; 0 without
             tokens.
         bias : array, optional
-            Of each expert, (experts,).
+            The bias of each expert, (experts,).
         token_ids : array, optional
             The tokens of the text, int64 (tokens,), for hash routing.
 
@@ -199,7 +199,7 @@ class Gate:
         for group in range(num_groups):
             part = slice(group * size, (group + 1) * size)
             ids = None if token_ids is None else token_ids[part]
-            chosen = self.selection(Ask(by[part], self.k, capacity, uniform[part], ids))
+            chosen = self.selection(SelectionInput(by[part], self.k, capacity, uniform[part], ids))
             routings.append(self._of_group(chosen, size, capacity))
             loss += self._losses(logits[part], noisy[part], scores[part], chosen, slopes[:, part])
         routing = joined(routings)
@@ -227,7 +227,7 @@ class Gate:
         if not self.noise or random is None:
             return logits
         shape = (len(logits) // max(1, len(random)), self.num_experts)
-        parts = [each.standard_normal(shape) for each in random]
+        parts = [generator.standard_normal(shape) for generator in random]
         drawn = np.concatenate([np.empty((0, self.num_experts)), *parts])
         noisy: Values = logits + (self.noise * drawn).astype(logits.dtype)
         return noisy
@@ -236,7 +236,7 @@ class Gate:
         """Return a number from 0 to 1 for each token."""
         if random is None:
             return np.full(num_tokens, 0.5)
-        parts = [each.random(num_tokens // max(1, len(random))) for each in random]
+        parts = [generator.random(num_tokens // max(1, len(random))) for generator in random]
         return np.concatenate([np.empty(0), *parts])
 
     def _losses(
@@ -247,12 +247,12 @@ class Gate:
             np.bincount(expert, minlength=self.num_experts).astype(np.int64)
             for expert in (chosen.expert[chosen.is_first], chosen.expert)
         )
-        group, total = GroupOfTokens(logits, noisy, scores, firsts, choices, self.k), 0.0
+        group, total = LossInput(logits, noisy, scores, firsts, choices, self.k), 0.0
         for loss in self.losses:
-            found = loss(group)
-            total += len(logits) * found.value
-            slopes[0] += len(logits) * found.dlogits
-            slopes[1] += len(logits) * found.dscores
+            slope = loss(group)
+            total += len(logits) * slope.value
+            slopes[0] += len(logits) * slope.dlogits
+            slopes[1] += len(logits) * slope.dscores
         return total
 
     def _weights(self, routing: Routing, scores: Values) -> Values:
@@ -269,14 +269,14 @@ class Gate:
     def _totals(self, routing: Routing, scores: Values) -> Values:
         """Return the sum of the scores of each token's choices, to divide by."""
         chosen = scores[routing.token, routing.expert]
-        found: Values = np.bincount(routing.token, chosen, routing.num_tokens).astype(scores.dtype)
-        return found + TINY
+        sums: Values = np.bincount(routing.token, chosen, routing.num_tokens).astype(scores.dtype)
+        return sums + TINY
 
     def backward(self, gated: Gated, dweights: Array, loss_weight: float = 0.0) -> Array:
         """Return the derivative of the whole loss by the logits, (tokens, experts).
 
-        `dweights` (entries,) is that by the weights; `gated` is what `forward` returned, whose
-        `loss` is in the whole loss `loss_weight` times.
+        `dweights` (entries,) is the derivative by the weights; `gated` is what `forward` returned.
+        The whole loss has `loss_weight` times the `loss` of `gated`.
         """
         xp = namespace_of(dweights)
         scores, slopes = map(xp.asarray, gated.saved)
@@ -310,5 +310,5 @@ class Gate:
 
     def config(self) -> list[str]:
         """Return what must be equal on all ranks: the result consists of strings."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {option.name: getattr(self, option.name) for option in fields(self)}
         return [f"{name}={getattr(x, '__name__', repr(x))}" for name, x in values.items()]

@@ -20,7 +20,7 @@ SQRT_2 = math.sqrt(2)
 erf: Callable[[Values], Values] = np.vectorize(math.erf, otypes=[np.float64])
 
 
-class GroupOfTokens(NamedTuple):
+class LossInput(NamedTuple):
     """What a loss may know of a group: arrays (S, E), and how often experts were chosen (E,).
 
     `noisy` are the logits with noise; without noise they are the logits.  `firsts` counts first
@@ -55,7 +55,7 @@ class Balance:
     factor: float
     all_choices: bool = False
 
-    def __call__(self, group: GroupOfTokens) -> Slope:
+    def __call__(self, group: LossInput) -> Slope:
         """Return the loss of a `group`."""
         counts = group.choices if self.all_choices else group.firsts
         size = len(group.scores)
@@ -75,7 +75,7 @@ class Importance:
 
     factor: float
 
-    def __call__(self, group: GroupOfTokens) -> Slope:
+    def __call__(self, group: LossInput) -> Slope:
         """Return the loss of a `group`."""
         probabilities = softmax(group.logits)
         value, slope = squared_variation(probabilities.sum(axis=0))
@@ -99,7 +99,7 @@ class Load:
         if not self.noise > 0:
             raise ValueError(f"noise is {self.noise}: without any, loads have no derivatives")
 
-    def __call__(self, group: GroupOfTokens) -> Slope:
+    def __call__(self, group: LossInput) -> Slope:
         """Return the loss of a `group`."""
         last = np.argsort(-group.noisy, axis=-1, kind="stable")[:, group.k - 1 : group.k]
         least = np.take_along_axis(group.noisy, last, axis=-1)
@@ -119,7 +119,7 @@ class RouterZ:
 
     factor: float
 
-    def __call__(self, group: GroupOfTokens) -> Slope:
+    def __call__(self, group: LossInput) -> Slope:
         """Return the loss of a `group`."""
         largest = group.logits.max(axis=-1, keepdims=True)
         logs = largest + np.log(np.exp(group.logits - largest).sum(axis=-1, keepdims=True))
@@ -127,7 +127,7 @@ class RouterZ:
         return Slope(value, softmax(group.logits) * (2 * self.factor / len(logs)) * logs)
 
 
-Loss = Callable[[GroupOfTokens], Slope]
+Loss = Callable[[LossInput], Slope]
 
 
 def squared_variation(x: Values) -> tuple[float, Values]:

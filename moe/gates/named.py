@@ -1,8 +1,8 @@
 """The gates of the literature, by name.
 
-Those with a `capacity_factor` limit how many tokens an expert takes.  `rule` is a name in
-`moe.gates.capacity.RULES`, by default that of the paper; None: dropless, experts take all tokens.
-The rule of expert choice is part of it.  `bias`, `sigmoid` and `hash_layer` are dropless.
+Gates with a `capacity_factor` limit how many tokens an expert takes.  `rule` is a name in
+`moe.gates.capacity.RULES`, by default the rule of the paper; None: dropless, experts take all
+tokens.  Expert choice has a rule of its own.  `bias`, `sigmoid` and `hash_layer` are dropless.
 
 If the dtype of a model has two bytes, the router of every gate computes logits, scores and weights
 in float32, and the sum of the experts' outputs is cast back to that dtype, as in Fedus et al. 2021.
@@ -33,11 +33,12 @@ def gshard(
 ) -> Gate:
     """Return the gate of Lepikhin et al. 2020 (GShard).
 
-    The best two of `num_experts` with weights that add up to 1; the second one is sampled.  An
-    expert takes ceil(2 `capacity_factor` S / E) of the S tokens of a group, or what another `rule`
-    says.  The auxiliary loss E sum_e f_e P_e has this `weight`: it is that of the authors' program
-    (Lingvo), whose size does not depend on E.  The loss of the paper is (1 / E) sum_e f_e P_e,
-    which is 1 / E^2 of it: for the paper's loss with a weight of 0.01, `weight` is 0.01 / E^2.
+    A token goes to the best two of `num_experts` with weights that add up to 1; the second one is
+    sampled.  An expert takes ceil(2 `capacity_factor` S / E) of the S tokens of a group, or what
+    another `rule` says.  The auxiliary loss E sum_e f_e P_e has this `weight`.  It is the loss of
+    the authors' program (Lingvo), whose size does not depend on E.  The loss of the paper is
+    (1 / E) sum_e f_e P_e, which is 1 / E^2 of it: for the paper's loss with a weight of 0.01,
+    `weight` is 0.01 / E^2.
     """
     return Gate(
         num_experts, 2, selection=random_second, losses=(Balance(weight * num_experts),),
@@ -54,11 +55,11 @@ def switch(
 ) -> Gate:
     """Return the gate of Fedus et al. 2021 (Switch Transformer).
 
-    The best of `num_experts`, which takes ceil(`capacity_factor` S / E) of the S tokens of a group,
-    or what another `rule` says, with its probability as weight.  The auxiliary loss
-    E sum_e f_e P_e has this `weight`.  The router's initial weights are drawn with a tenth of the
-    usual variance.  In the paper this is so for all weights of the model; here other layers are as
-    beside any gate.
+    A token goes to the best of `num_experts`, with its probability as weight.  An expert takes
+    ceil(`capacity_factor` S / E) of the S tokens of a group, or what another `rule` says.  The
+    auxiliary loss E sum_e f_e P_e has this `weight`.  The router's initial weights are drawn with a
+    tenth of the usual variance.  In the paper this is so for all weights of the model; here other
+    layers are drawn as with any gate.
     """
     return Gate(
         num_experts, losses=(Balance(weight * num_experts),), rule=rule,
@@ -88,10 +89,10 @@ def v_moe(
 ) -> Gate:
     """Return the gate of Riquelme et al. 2021 (V-MoE).
 
-    The best `k` of `num_experts` by logits with noise of standard deviation 1 / E; tokens with
-    larger scores go first where experts take round(k `capacity_factor` S / E) of them, raised to a
-    multiple of 4, or what another `rule` says.  The mean of the importance and the load loss has
-    this `weight`.
+    A token goes to the best `k` of `num_experts` by logits with noise of standard deviation 1 / E;
+    tokens with larger scores go first.  An expert takes round(k `capacity_factor` S / E) tokens of
+    a group, raised to a multiple of 4, or what another `rule` says.  The mean of the importance
+    and the load loss has this `weight`.
     """
     noise, half = 1 / num_experts, weight / 2
     return Gate(
@@ -111,7 +112,7 @@ def stable(
 ) -> Gate:
     """Return the gate of Zoph et al. 2022 (ST-MoE), for stable training and fine-tuning.
 
-    The best `k` of `num_experts` with weights that add up to 1; an expert takes
+    A token goes to the best `k` of `num_experts` with weights that add up to 1; an expert takes
     ceil(k `capacity_factor` S / E) tokens of a group, or what another `rule` says.  The loss of
     Switch has this `weight`, and the mean squared log-sum-exp of the logits `z_weight`.
     """
@@ -124,8 +125,8 @@ def stable(
 def bias(num_experts: int, *, k: int = 2, rate: float = 0.001) -> Gate:
     """Return the gate of Wang et al. 2024 (balancing without an auxiliary loss).
 
-    The best `k` of `num_experts` by sigmoid plus a bias, which changes by `rate` in each step
-    against the load.  Experts take all tokens.
+    A token goes to the best `k` of `num_experts` by sigmoid plus a bias, which changes by `rate` in
+    each step against the load.  Experts take all tokens.
     """
     return Gate(num_experts, k, SIGMOID, bias_rate=rate, is_normalized=True)
 
@@ -142,10 +143,10 @@ def sigmoid(
 ) -> Gate:
     """Return the gate of DeepSeek-AI 2024 (DeepSeek-V3).
 
-    The best `k` of `num_experts` by sigmoid plus a bias, from at most `most_nodes` of `num_nodes`
-    equal nodes (hosts), with weights that add up to `scale`.  The bias changes by `rate`; the loss
-    (E / k) sum_e f_e P_e of all choices has this `weight`.  Experts take all tokens.  Raises
-    ValueError if nodes do not divide the experts, or have too few of them.
+    A token goes to the best `k` of `num_experts` by sigmoid plus a bias, from at most `most_nodes`
+    of `num_nodes` equal nodes (hosts), with weights that add up to `scale`.  The bias changes by
+    `rate`; the loss (E / k) sum_e f_e P_e of all choices has this `weight`.  Experts take all
+    tokens.  Raises ValueError if nodes do not divide the experts, or have too few of them.
     """
     if not 1 <= most_nodes <= num_nodes or num_experts % num_nodes:
         raise ValueError(

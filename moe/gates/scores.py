@@ -17,6 +17,14 @@ DeepSeek-V3 adds 1e-20.  Sums of sigmoids of logits above -50 do not change in f
 """
 
 
+def score_bytes(width: int) -> int:
+    """Return the bytes of a score in a model whose numbers have `width` bytes: at least 4.
+
+    Logits, scores and weights are in float32 also if the model has numbers of two bytes.
+    """
+    return max(width, 4)
+
+
 class Scores(NamedTuple):
     """A function of logits (..., experts), and its derivative.
 
@@ -38,7 +46,7 @@ def softmax(logits: Values) -> Values:
 
 
 def softmax_backward(scores: Array, dscores: Array) -> Array:
-    """Return the derivative by the logits."""
+    """Return the derivative by the logits of `softmax`."""
     along = namespace_of(scores).sum(scores * dscores, axis=-1, keepdims=True)
     return scores * (dscores - along)
 
@@ -51,7 +59,7 @@ def sigmoid(logits: Values) -> Values:
 
 
 def sigmoid_backward(scores: Array, dscores: Array) -> Array:
-    """Return the derivative by the logits."""
+    """Return the derivative by the logits of `sigmoid`."""
     return dscores * scores * (1 - scores)
 
 

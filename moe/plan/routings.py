@@ -7,17 +7,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe.gpt import moe_gpt
-from moe.layer import MixtureOfExperts, mixtures
-from moe.log import RoutingLog
-from moe.plan.job import on_one_rank
-from moe.routing import Routing
+from moe.layers import MixtureOfExperts, mixtures
+from moe.models import moe_gpt
+from moe.plan.training_step import on_one_rank
+from moe.routing import Routing, RoutingLog
 from parallel import Recipe, Trainer, text
-from parallel.nn import BatchRows
-from parallel.nn.gpt import VOCAB_SIZE
+from parallel.nn import VOCAB_SIZE, BatchRows
 
 
-class Found(NamedTuple):
+class BatchRouting(NamedTuple):
     """A log with the routing of a whole batch of `rows` of `context` tokens in a `step`."""
 
     log: RoutingLog
@@ -26,27 +24,27 @@ class Found(NamedTuple):
     context: int
 
 
-def uniform(model: Mapping[str, Any], rows: int, seed: int = 0) -> Found:
+def uniform(model: Mapping[str, Any], rows: int, seed: int = 0) -> BatchRouting:
     """Return a routing as if all experts were equally good for each token.
 
     The logits of each token are independent standard normal numbers, by which the gate of each
     layer then routes: tokens choose any k experts with the same probability, and the capacity, the
-    selection and second choices are those of the gate.  For hash routing, tokens are drawn.
+    selection and second choices are as the gate makes them.  For hash routing, tokens are drawn.
 
     Parameters
     ----------
     model : mapping
         The options of `moe.moe_gpt`, with ``context``.
     rows : int
-        Of the batch.
+        The rows of the batch.
     seed : int
-        Of the random numbers.
+        The seed of the random numbers.
     """
     log, context = RoutingLog(), model["context"]
     for i, layer in enumerate(mixtures(moe_gpt(**on_one_rank(model)))):
         rng = np.random.default_rng([seed, i])
         log.add(0, layer.name, 0, _drawn(layer, rows, context, rng, seed))
-    return Found(log, 0, rows, context)
+    return BatchRouting(log, 0, rows, context)
 
 
 def _drawn(
@@ -68,7 +66,7 @@ def on_text(
     seed: int = 0,
     steps: int = 1,
     recipe: Recipe | None = None,
-) -> Found:
+) -> BatchRouting:
     """Return the routing of the last of some training steps on one rank.
 
     Parameters
@@ -76,13 +74,13 @@ def on_text(
     model : mapping
         The options of `moe.moe_gpt`, with ``context``.
     rows : int
-        Of the batch.
+        The rows of the batch.
     data : array
         The text (`parallel.text.load`).
     seed : int
-        Of the batches.
+        The seed of the batches.
     steps : int
-        With 1, the routing is that of the initial values.
+        The number of steps.  With 1, the initial values make the routing.
     recipe : Recipe, optional
         How to train; by default ``Recipe(seed=seed)``.
 
@@ -100,33 +98,33 @@ def on_text(
 
     trainer.start()
     trainer.train(steps, batch, rows * context, lambda *_: None)
-    return Found(log, steps - 1, rows, context)
+    return BatchRouting(log, steps - 1, rows, context)
 
 
-def from_log(log: RoutingLog, *, step: int | None = None, rows_per_group: int = 1) -> Found:
-    """Return a routing of a `log`, such as that of ``parallel.train --save-routing``.
+def from_log(log: RoutingLog, *, step: int | None = None, rows_per_group: int = 1) -> BatchRouting:
+    """Return a routing of a `log`, such as ``moe.train --save-routing`` writes.
 
     Parameters
     ----------
     log : RoutingLog
-        That of a whole batch.
+        The log of a whole batch.
     step : int, optional
         By default the last one.
     rows_per_group : int
-        The rows that were routed together; by it the number of rows follows from that of groups.
+        The rows that were routed together, from which the number of rows follows.
 
     Raises
     ------
     ValueError
         If the log has no such step, or is empty.
     """
-    steps = sorted({each for each, _ in log.parts})
+    steps = sorted({number for number, _ in log.parts})
     if not steps:
         raise ValueError("the log has no routing")
     step = steps[-1] if step is None else step
     if step not in steps:
         raise ValueError(f"the log has no step {step}, only {steps[0]} to {steps[-1]}")
-    name = next(name for each, name in log.parts if each == step)
+    name = next(name for number, name in log.parts if number == step)
     whole = log.whole(step, name)
     rows = whole.num_groups * rows_per_group
     if not rows or whole.num_tokens % rows:
@@ -134,4 +132,4 @@ def from_log(log: RoutingLog, *, step: int | None = None, rows_per_group: int = 
             f"{whole.num_tokens} tokens in {whole.num_groups} groups are not whole rows, if"
             f" {rows_per_group} rows were routed together"
         )
-    return Found(log, step, rows, whole.num_tokens // rows)
+    return BatchRouting(log, step, rows, whole.num_tokens // rows)

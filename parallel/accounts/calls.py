@@ -14,7 +14,7 @@ import collectives
 Int64: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 POINT_TO_POINT = ("send", "send_recv")
-UNCOUNTED = (*POINT_TO_POINT, "check")  # calls that have no number of their own on all ranks
+UNCOUNTED = (*POINT_TO_POINT, "check")  # calls without a number on all ranks
 UNPREDICTED = ("envelope",)  # of messages between GPUs, if ranks read each other's memory
 CHECK_BYTES, CHECK_ALGORITHM = 16, "bruck"  # of the digests that checked mode exchanges
 REDUCTIONS = ("reduce", "all_reduce", "reduce_scatter")
@@ -46,12 +46,12 @@ class PredictedCall:
     phase, axis : str
         The label of the phase, and the name of the communicator.
     collective, algorithm, counts, itemsize, root, in_place
-        As in `collectives.predict`; or ``"send"`` and the like, of which each call is one message.
+        As in `collectives.predict`; or ``"send"`` and the like, whose calls are one message each.
     num_calls : int
         How many calls each group makes.
     groups : tuple of tuple of int, optional
-        The ranks of each group that makes these calls; for ``"send"`` each is (source,
-        destination).  By default all ranks are one group.
+        The ranks of each group that makes these calls; for ``"send"`` (source, destination).
+        By default all ranks are one group.
 
     Examples
     --------
@@ -76,17 +76,17 @@ class PredictedCall:
 
         Raises ValueError if the algorithm does not serve the number of ranks.
         """
-        found = np.zeros((2, size, size), np.int64)
+        totals = np.zeros((2, size, size), np.int64)
         for group in self.groups or (tuple(range(size)),):
             if self.collective in POINT_TO_POINT:
-                found[:, group[0], group[1]] += 1, self.itemsize * self.counts
+                totals[:, group[0], group[1]] += 1, self.itemsize * self.counts
             elif len(group) > 1:
                 sent = self._of_group(len(group))
-                found[np.ix_((0, 1), group, group)] += np.stack([sent.messages, sent.bytes])
-        return found * self.num_calls
+                totals[np.ix_((0, 1), group, group)] += np.stack([sent.messages, sent.bytes])
+        return totals * self.num_calls
 
     def scratch(self, rank: int) -> int | None:
-        """Return the bytes of scratch memory of `rank` in a call; None if it makes none."""
+        """Return the bytes of scratch memory of `rank` in a call; None if `rank` makes no call."""
         for group in self.groups or ():
             if rank in group:
                 is_alone = len(group) == 1
@@ -109,7 +109,7 @@ class PredictedCall:
         return self.tally(self.matrices(size))
 
     def tally(self, matrices: Int64) -> Tally:
-        """Return what `sent` returns; `matrices` are those of this object."""
+        """Return the result of `sent`, from the `matrices` of this object."""
         messages, nbytes = matrices.sum(axis=(1, 2)).tolist()
         num_groups = 1 if self.groups is None else len(self.groups)
         calls = self.num_calls * num_groups if messages else 0
@@ -128,7 +128,7 @@ class PredictedCall:
 
 
 def merged(calls: Iterable[PredictedCall]) -> list[PredictedCall]:
-    """Return the calls with equal ones added up, in the order in which they first appear."""
+    """Return the calls, with equal calls added up, in the order in which they first appear."""
     times: Counter[PredictedCall] = Counter()
     for call in calls:
         times[replace(call, num_calls=1)] += call.num_calls

@@ -27,17 +27,17 @@ def renumbered(matrix: Int64, axes: Mapping[str, int], order: Sequence[str]) -> 
     """
     table = np.arange(len(matrix)).reshape(tuple(axes.values()))
     ranks = table.transpose([list(axes).index(axis) for axis in order]).ravel()
-    found: Int64 = matrix[np.ix_(ranks, ranks)]
-    return found
+    between: Int64 = matrix[np.ix_(ranks, ranks)]
+    return between
 
 
 def off_host(topology: Topology) -> NDArray[np.bool_]:
     """Return whether a message from row to column leaves its host, (ranks, ranks)."""
     host = np.array(topology.host_of)
-    found: NDArray[np.bool_] = host[:, None] != host[None, :]
-    return found
+    crosses: NDArray[np.bool_] = host[:, None] != host[None, :]
+    return crosses
 
 
 def between_hosts(matrix: Int64, topology: Topology) -> int:
-    """Return the bytes between hosts, of `matrix` from row to column."""
+    """Return the bytes between hosts; `matrix` has the bytes from row to column."""
     return int(matrix[off_host(topology)].sum())

@@ -15,8 +15,8 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, Ledger, MonitorUnavailable
-from parallel import placement
 from parallel.accounts.calls import Int64
+from parallel.mesh import split
 
 PhaseFunction: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Called with a label; returns a context manager, such as `collectives.phase`."""
@@ -36,8 +36,8 @@ class TrafficMonitor:
         observed = monitor.gather()
 
     What is sent inside the outer ``with`` but in no phase counts as a phase of its own.  Phases of
-    a monitor do not nest.  `comm` is that of all ranks of the job.  Unless `is_wanted`, no counters
-    are read.  The attribute ``reason`` says why none are, as in an MPI without them, or is None.
+    a monitor do not nest.  `comm` has all ranks of the job.  Unless `is_wanted`, no counters
+    are read.  The attribute ``reason`` says why not, such as an MPI without counters, or is None.
     """
 
     def __init__(self, comm: Communicator, *, is_wanted: bool = True) -> None:
@@ -78,18 +78,18 @@ class TrafficMonitor:
     def gather(self) -> dict[str, Int64] | None:
         """Return, for each phase, the messages and bytes from each rank to each: int64 (2, p, p).
 
-        On rank 0; None on others, and without counters.  All ranks call this outside the recorded
-        region.
+        The result is None on other ranks than 0, and without counters.  All ranks call this outside
+        the recorded region.
         """
         if self.counters is None:
             return None
         sent = {label: np.asarray(row).tolist() for label, row in self.sent.items()}
         if (ranks := gather_json(self.comm, sent)) is None:
             return None
-        labels = dict.fromkeys(label for each in ranks for label in each)
+        labels = dict.fromkeys(label for counts in ranks for label in counts)
         empty = [[0] * self.comm.size] * 2
         return {
-            label: np.array([each.get(label, empty) for each in ranks], np.int64).swapaxes(0, 1)
+            label: np.array([counts.get(label, empty) for counts in ranks], np.int64).swapaxes(0, 1)
             for label in labels
         }
 
@@ -134,4 +134,4 @@ def gather_json(comm: Communicator, value: Any) -> list[Any] | None:
     sizes = comm.all_gather(np.array([mine.size])).tolist()
     if (gathered := comm.gather(mine, counts=sizes)) is None:
         return None
-    return [json.loads(bytes(each)) for each in placement.split(gathered, sizes)]
+    return [json.loads(bytes(part)) for part in split(gathered, sizes)]

@@ -1,7 +1,7 @@
 """Compare what a training run predicts to send, what the library recorded, and what MPI observed.
 
-All count messages and payload bytes from each rank to each, and must be equal: in every row of the
-table, in every phase, and along every axis of the mesh.
+All three count messages and payload bytes from each rank to each, and must be equal: in every row
+of the table, in every phase, and along every axis of the mesh.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TrafficRow(NamedTuple):
     @property
     def columns(self) -> dict[str, Tally]:
         """The names and tallies of the columns that are known."""
-        return {name: each for name, each in self._asdict().items() if isinstance(each, Tally)}
+        return {name: value for name, value in self._asdict().items() if isinstance(value, Tally)}
 
     @property
     def is_equal(self) -> bool:
@@ -53,7 +53,7 @@ class TrafficRow(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as what JSON can represent."""
-        return self._asdict() | {name: each._asdict() for name, each in self.columns.items()}
+        return self._asdict() | {name: tally._asdict() for name, tally in self.columns.items()}
 
 
 class Sent(NamedTuple):
@@ -84,29 +84,29 @@ def sent_in(ledger: Ledger) -> list[Sent]:
     for row in ledger.rows():
         matrix = matrices[row.phase, row.collective, row.axis]
         matrix[:, row.src, row.dst] += row.segments, row.bytes
-    found = []
+    rows = []
     for (phase, collective, axis), (calls, *volume) in summary.items():
         if collective in UNPREDICTED:
             continue
         tally = Tally(None if collective in UNCOUNTED else calls, *volume)
         matrix = matrices[phase, collective, axis]
-        found.append(Sent(phase or OUTSIDE, collective, axis, tally, matrix))
-    return found
+        rows.append(Sent(phase or OUTSIDE, collective, axis, tally, matrix))
+    return rows
 
 
 class TrafficTable:
     """Predicted, recorded and observed traffic side by side; made on rank 0.
 
-    `calls` are those of `Trainer.traffic`, `ledger` is that of all ranks (``ledger.gather()``), and
-    `observed` what `TrafficMonitor.gather` returned, or None for some `reason`.  `size` is the
-    number of ranks.
+    `calls` is the result of `Trainer.traffic`, `ledger` the ledger of all ranks
+    (``ledger.gather()``), and `observed` the result of `TrafficMonitor.gather`, or None for some
+    `reason`.  `size` is the number of ranks.
 
     Attributes
     ----------
     rows : list of TrafficRow
-        Those with predicted traffic first.
+        The rows with predicted traffic come first.
     matrix, matrices
-        The recorded bytes from row to column, and those of each outermost phase.
+        The recorded bytes from row to column, of all phases and of each outermost phase.
     axes : dict of str to array
         The recorded messages and bytes of each axis, (2, size, size).
 
@@ -157,9 +157,9 @@ class TrafficTable:
             )
         for by, column, key, seen in compared:
             predicted = sums(self.predicted, key)
-            for each in predicted | seen:
-                if np.any(predicted.get(each, 0) - seen.get(each, 0)):
-                    name = f"{by} {each}" if each else f"messages without {by}"
+            for part in predicted | seen:
+                if np.any(predicted.get(part, 0) - seen.get(part, 0)):
+                    name = f"{by} {part}" if part else f"messages without {by}"
                     wrong.append(f"{name}: the matrix predicted is not the one {column}")
         if wrong:
             raise TrafficMismatch("predicted, recorded and observed differ:\n" + "\n".join(wrong))
@@ -184,40 +184,40 @@ def observed_phase(phase: str, observed: Iterable[str]) -> str:
 
 
 def sums(sent: Iterable[Sent], key: Callable[[Sent], str]) -> dict[str, Int64]:
-    """Return the matrices added up by `key`, without those that are zero."""
-    found: dict[str, Int64] = {}
-    for each in sent:
-        if each.matrix.any():
-            found[key(each)] = found.get(key(each), 0) + each.matrix
-    return found
+    """Return the matrices added up by `key`, without matrices of zeros."""
+    totals: dict[str, Int64] = {}
+    for row in sent:
+        if row.matrix.any():
+            totals[key(row)] = totals.get(key(row), 0) + row.matrix
+    return totals
 
 
 def rows_of(predicted: Iterable[Sent], recorded: Iterable[Sent]) -> list[TrafficRow]:
     """Return a row for each (phase, collective) of either column."""
     rows: dict[tuple[str, str], TrafficRow] = {}
     for column, sent in (("predicted", predicted), ("recorded", recorded)):
-        for each in sent:
-            row = rows.get(each[:2]) or TrafficRow(*each[:2])
-            total = getattr(row, column).plus(each.tally)
-            rows[each[:2]] = row._replace(**{column: total})
+        for item in sent:
+            row = rows.get(item[:2]) or TrafficRow(*item[:2])
+            total = getattr(row, column).plus(item.tally)
+            rows[item[:2]] = row._replace(**{column: total})
     return list(rows.values())
 
 
 def with_observed(rows: list[TrafficRow], observed: dict[str, Int64]) -> list[TrafficRow]:
-    """Return the rows grouped by observed phase; the sum follows several rows of one, or none."""
+    """Return the rows grouped by observed phase; their sum follows unless there is one row."""
     within: dict[str, list[TrafficRow]] = {}
     for row in rows:
         within.setdefault(observed_phase(row.phase, observed), []).append(row)
     seen = {phase: matrix.sum(axis=(1, 2)).tolist() for phase, matrix in observed.items()}
     within |= {phase: [] for phase, sent in seen.items() if any(sent) and phase not in within}
-    found = []
+    joined = []
     for phase, parts in within.items():
         tally = Tally(None, *seen.get(phase, ()))
         if len(parts) == 1:
-            found.append(parts[0]._replace(observed=tally))
+            joined.append(parts[0]._replace(observed=tally))
         else:
             predicted = reduce(Tally.plus, (row.predicted for row in parts), Tally())
             recorded = reduce(Tally.plus, (row.recorded for row in parts), Tally())
             name = ALL if parts else "?"
-            found += [*parts, TrafficRow(phase, name, predicted, recorded, tally)]
-    return found
+            joined += [*parts, TrafficRow(phase, name, predicted, recorded, tally)]
+    return joined

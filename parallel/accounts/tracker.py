@@ -23,7 +23,7 @@ TOKENS = np.dtype(np.int64)
 class MemoryTracker:
     """Counts the bytes of arrays, from the call of `track` until they are freed.
 
-    ``now`` and ``peak`` have the bytes that are alive, and the most that were, by category.
+    ``now`` and ``peak`` have the bytes that are alive, and the most so far, by category.
 
     Examples
     --------
@@ -45,8 +45,8 @@ class MemoryTracker:
     def track(self, category: str, held: T) -> T:
         """Count the arrays in `held`, an array or nested containers, in `category`; return `held`.
 
-        A view counts as the array it views, once, because it keeps the whole of that alive.  An
-        array has the bytes of its elements, also if an allocator keeps more for it.  Arrays of
+        A view counts as the array it views, once, because it keeps the whole array alive.  An
+        array has the bytes of its elements, even if an allocator keeps more for it.  Arrays of
         int64 are tokens and do not count.
         """
         with self._lock:
@@ -71,21 +71,21 @@ class MemoryTracker:
 
 
 def arrays_in(held: Any) -> list[Array]:
-    """Return the arrays in nested lists, tuples and dicts, except those of int64."""
-    found, items = [], [held]
+    """Return the arrays in nested lists, tuples and dicts, except arrays of int64."""
+    arrays, items = [], [held]
     for item in items:  # which grow meanwhile
         if hasattr(item, "dtype"):
             if item.dtype != TOKENS:
-                found.append(item)
+                arrays.append(item)
         elif isinstance(item, dict):
             items.extend(item.values())
         elif isinstance(item, list | tuple):
             items.extend(item)
-    return found
+    return arrays
 
 
 def owner_of(array: Array) -> Array:
-    """Return the array whose memory a view looks at."""
+    """Return the array whose memory a view uses."""
     while hasattr(base := getattr(array, "base", None), "nbytes"):
         array = base
     return array

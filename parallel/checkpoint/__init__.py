@@ -6,7 +6,7 @@ Each element is written once: ranks that update the same elements write even par
 
 Ranks write to a directory of another name, which is renamed when all files are on the disk: a
 checkpoint is complete or does not exist, even if ranks die while they save.  The index has the
-digest of every file, and its own: a checkpoint of which a byte has changed is refused.  ROOT must
+digest of every file, and its own: a checkpoint with a changed byte is refused.  ROOT must
 be on a file system that all ranks share, and only one job at a time may save there.
 """
 
@@ -27,12 +27,11 @@ import collectives
 from collectives import Communicator
 from parallel.accounts import PredictedCall
 from parallel.checkpoint.contents import METADATA_FILE, VALUES, Checkpoint, Index, file_name
+from parallel.mesh import length, pieces_of, span
 from parallel.nn import Array, Model, on_host
 from parallel.optim import dtype_of
-from parallel.placement import length, pieces_of, span
-from parallel.runtime import Trainer, raise_on_all_ranks
-from parallel.runtime.agreement import DIGEST_BYTES, REPORT
-from parallel.runtime.prediction import with_checks
+from parallel.predict import with_checks
+from parallel.run import DIGEST_BYTES, REPORT, Trainer, raise_on_all_ranks
 
 __all__ = [
     "LoadFailed", "SaveFailed", "checkpoint_path", "latest", "load", "load_parameters",
@@ -53,12 +52,12 @@ class LoadFailed(ValueError):  # noqa: N818
 def save(trainer: Trainer, root: str | Path, step: int, keep: int | None = None) -> Path:
     """Save a checkpoint of `trainer` after `step` steps in `root`; return its directory.
 
-    All ranks call this.  The checkpoint is complete when it returns on any rank.  All but the last
-    `keep` in `root` are then removed; by default none.
+    All ranks call this.  The checkpoint is complete when `save` returns on any rank.  Then all but
+    the last `keep` checkpoints in `root` are removed; by default none is.
 
-    Raises SaveFailed, on all ranks, if one fails, or if this step has been saved already; earlier
-    checkpoints are not changed.  Raises ValueError if `step` is less than 0, if `keep` is less than
-    1, or if ranks have different parameters (local updates).
+    Raises SaveFailed, on all ranks, if a rank fails, or if this step has been saved already;
+    earlier checkpoints are not changed.  Raises ValueError if `step` is less than 0, if `keep` is
+    less than 1, or if ranks have different parameters (local updates).
 
     Examples
     --------
@@ -108,7 +107,7 @@ def load(trainer: Trainer, path: str | Path) -> int:
     can load any checkpoint of its model.  Options such as the learning rate are not loaded.
 
     Raises LoadFailed, on all ranks, if the checkpoint is missing or incomplete, or if its model,
-    dtype or optimizer states are not those of the trainer.  Then nothing has been changed.
+    dtype or optimizer states differ from the trainer's.  The trainer is then unchanged.
     """
     path = Path(path)
     doing = f"loading {path.name}"
@@ -127,22 +126,22 @@ def load_parameters(
 ) -> dict[str, Array]:
     """Return the parameters in the checkpoint at `path`, by unit: this rank's part of a `model`.
 
-    1-d arrays of a `dtype` in host memory; nothing else is read.  All ranks of `comm`, those of the
-    mesh of the model, call this; None: one rank alone.  Layers with a state, such as the biases of
-    experts, get that of the checkpoint.
+    The parameters are 1-d arrays of a `dtype` in host memory; nothing else is read.  All ranks of
+    the model's mesh, whose communicator is `comm`, call this; None stands for one rank alone.
+    Layers with a state, such as the biases of experts, get the state in the checkpoint.
 
     Raises LoadFailed, on all ranks, if the checkpoint is missing or incomplete, or if its model is
     another one.
     """
     path = Path(path)
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    doing, found = f"loading {path.name}", dict[str, Array]()
+    doing, values = f"loading {path.name}", dict[str, Array]()
     with raise_on_all_ranks(comm, collectives.phase, "load", doing, LoadFailed):
         checkpoint = Checkpoint(path)
         checkpoint.check_values(model)
         checkpoint.check_files(rank, size)
-        found |= checkpoint.values(model, dtype_of(dtype))
-    return found
+        values |= checkpoint.values(model, dtype_of(dtype))
+    return values
 
 
 def traffic(trainer: Trainer, phase: str = "save") -> list[PredictedCall]:
@@ -188,7 +187,7 @@ def remove_old(path: Path, keep: int | None) -> None:
     """Remove all checkpoints but this one and the last `keep` - 1 others."""
     others = sorted((p for p in complete(path.parent) if p != path), key=num_steps_of)
     for old in [] if keep is None else others[: max(0, len(others) + 1 - keep)]:
-        # Renamed first, so that none is incomplete under its name.
+        # Renamed first: an incomplete checkpoint never has the name of a complete one.
         shutil.rmtree(old.rename(old.with_name(UNFINISHED + old.name)))
 
 
@@ -196,7 +195,7 @@ def remove_old(path: Path, keep: int | None) -> None:
 
 
 def prepare(unfinished: Path, path: Path) -> None:
-    """Make a new directory; remove those of jobs that died while they saved or removed."""
+    """Make a new directory; remove directories of jobs that died while they saved or removed."""
     if path.exists():
         raise FileExistsError(f"this step has been saved already, in {path}")
     for left in path.parent.glob(f"{UNFINISHED}*"):
@@ -206,21 +205,22 @@ def prepare(unfinished: Path, path: Path) -> None:
 
 def write_part(trainer: Trainer, folder: Path, step: int) -> bytes:
     """Write this rank's boxes to the disk, and where each begins; return the file's SHA-256."""
-    others = [axis for axis in trainer.mesh.axes if axis not in trainer.sharding.axes]
+    view = trainer.view
+    others = [axis for axis in view.mesh.axes if axis not in view.sharding.axes]
     starts: dict[str, list[int]] = {}
     tensors: dict[str, Array] = {}
-    for unit in trainer.unit_sizes:
-        shard, (index, num_replicas) = trainer.shard_slice(unit), trainer.replica_group(unit)
+    for unit in view.unit_sizes:
+        shard, (index, num_replicas) = view.shard_slice(unit), view.replicas(unit)
         mine = span(length(shard), num_replicas, index)
         part = slice(shard.start + mine.start, shard.start + mine.stop)
         for name, box, flat in pieces_of(trainer.model.boxes(unit), part):
-            if not trainer.is_first_copy(unit, name, others):
+            if not view.is_first_copy(unit, name, others):
                 continue
             for kind, arrays in {VALUES: trainer.masters, **trainer.optimizer.states}.items():
                 key = f"{name}/{kind}@{','.join(map(str, box.start))}"
                 starts[key] = list(box.start)
                 tensors[key] = on_host(arrays[unit][mine][flat]).reshape(box.shape)
-    equal, summed, own = trainer.sharding.reduction.state(trainer)
+    equal, summed, own = trainer.sharding.reduction.state(trainer.optimizer)
     hook = {**(equal if trainer.rank == 0 else {}), **summed, **own}
     tensors |= {f"hook/{name}": on_host(x) for name, x in hook.items()}
     file = folder / file_name(trainer.rank, trainer.size)

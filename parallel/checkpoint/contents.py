@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import safetensors
 
+from parallel.mesh import Box, pieces_of
 from parallel.nn import Array, Model, namespace_of
 from parallel.optim import dtype_of, master_dtype
-from parallel.placement import Box, pieces_of
-from parallel.runtime import Trainer
+from parallel.run import Trainer
 
 METADATA_FILE = "checkpoint.json"
 VALUES = "values"  # what is saved of a parameter in addition to the states of the optimizer
@@ -49,7 +49,7 @@ class Index(NamedTuple):
         options = {k: x for k, x in vars(optimizer).items() if isinstance(x, int | float | tuple)}
         files = {file_name(r, trainer.size): digest for r, digest in enumerate(digests)}
         return cls(
-            step, trainer.num_skipped, files, layout_of(trainer),
+            step, trainer.updates.num_skipped, files, layout_of(trainer),
             {"value": float(scale.value), "num_good": scale.num_good},
             {"class": type(optimizer).__name__, **options},
             {name: layer.state() for name, layer in trainer.model.counting_layers.items()},
@@ -79,8 +79,8 @@ class Index(NamedTuple):
     def check(self) -> None:
         """Raise ValueError if a field is impossible."""
         for name in ("files", "layout", "loss_scale", "optimizer", "layers"):
-            if not isinstance(found := getattr(self, name), dict):
-                raise ValueError(f"{name} is {shown(found)}: it must be an object")
+            if not isinstance(value := getattr(self, name), dict):
+                raise ValueError(f"{name} is {shown(value)}: it must be an object")
         counts = {
             "step": self.step, "num_skipped": self.num_skipped,
             "optimizer.steps": self.optimizer.get("steps"),
@@ -101,9 +101,9 @@ class Index(NamedTuple):
 
     def _check_lists(self) -> None:
         """Raise ValueError if the layout or the state of a layer is impossible."""
-        for name, found in self.layout.items():
-            if not isinstance(found, list):
-                raise ValueError(f"layout.{name} is {shown(found)}: it must be a list")
+        for name, boxes in self.layout.items():
+            if not isinstance(boxes, list):
+                raise ValueError(f"layout.{name} is {shown(boxes)}: it must be a list")
         dtype = self.layout.get("dtype", [])
         if len(dtype) != 1 or not isinstance(dtype[0], str):
             raise ValueError(f"layout.dtype is {shown(dtype)}: it must be one name")
@@ -120,9 +120,9 @@ def _is_finite(value: object) -> bool:
 
 def layout_of(trainer: Trainer) -> dict[str, list[Any]]:
     """Return what must be equal when a checkpoint is saved and loaded, as JSON represents it."""
-    hook = trainer.sharding.reduction.state(trainer)
+    hook = trainer.sharding.reduction.state(trainer.optimizer)
     return {
-        "dtype": [trainer.dtype.name],
+        "dtype": [trainer.view.dtype.name],
         "states": list(trainer.optimizer.states),
         "shapes": shapes_of(trainer.model),
         "hook": [name for arrays in hook for name in arrays],
@@ -153,7 +153,7 @@ def checked_boxes(value: object) -> tuple[object, dict[str, list[int]]]:
 
 
 def first_difference(saved: list[Any], wanted: list[Any]) -> str:
-    """Return the first of two lists' entries that differ, in words; `saved` is in a checkpoint."""
+    """Return the first entries that differ, in words; `saved` is in a checkpoint."""
     pairs = [*zip_longest(saved, wanted, fillvalue="nothing"), (saved, wanted)]
     one, other = next(pair for pair in pairs if pair[0] != pair[1])
     return f"{shown(one)} in the checkpoint, but {shown(other)}"
@@ -166,7 +166,7 @@ def shown(value: object) -> str:
 
 
 class Checkpoint:
-    """The checkpoint in a directory; ValueError or OSError if there is none that can be read."""
+    """The checkpoint in a directory.  Raises ValueError or OSError if it cannot be read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -204,9 +204,10 @@ class Checkpoint:
             if saved != wanted:
                 both = first_difference(saved, wanted)
                 raise ValueError(f"{what}: {both} in the strategy")
+        name = trainer.view.dtype.name
         if (value := self.index.loss_scale["value"]) != 1 and not trainer.loss_scale.is_dynamic:
-            raise ValueError(f"loss_scale.value is {value!r}: it must be 1 in {trainer.dtype.name}")
-        self._check_arrays(trainer.model, trainer.dtype, (VALUES, *trainer.optimizer.states))
+            raise ValueError(f"loss_scale.value is {value!r}: it must be 1 in {name}")
+        self._check_arrays(trainer.model, trainer.view.dtype, (VALUES, *trainer.optimizer.states))
         self._check_layers()
         with reading(self.path):
             hook = list(self._hook(trainer))
@@ -238,16 +239,16 @@ class Checkpoint:
             raise ValueError(f"layers are {shown(saved_layers)}, but the layout has others")
 
     def _check(self, name: str, shape: tuple[int, ...], dtype: str) -> None:
-        found, whole = np.zeros(shape, bool), Box((0,) * len(shape), shape)
+        is_covered, whole = np.zeros(shape, bool), Box((0,) * len(shape), shape)
         for box, data in self.boxes.get(name, []):
             if data.get_dtype() != dtype:
                 raise ValueError(f"{name} is {data.get_dtype()}, not {dtype}")
             if len(box.start) != len(shape) or whole.overlap(box) != box:
                 raise ValueError(f"{name} has a box {box} outside its shape {shape}")
-            if twice := np.count_nonzero(found[box.slices]):
+            if twice := np.count_nonzero(is_covered[box.slices]):
                 raise ValueError(f"{twice} elements of {name} occur twice")
-            found[box.slices] = True
-        if missing := np.count_nonzero(~found):
+            is_covered[box.slices] = True
+        if missing := np.count_nonzero(~is_covered):
             raise ValueError(f"{missing} elements of {name} are missing")
 
     def check_files(self, rank: int, size: int) -> None:
@@ -258,8 +259,9 @@ class Checkpoint:
 
     def fill(self, trainer: Trainer) -> None:
         """Read what this rank keeps into its arrays, and nothing else."""
-        for unit in trainer.unit_sizes:
-            stored, shard = trainer.stored_slice(unit), trainer.shard_slice(unit)
+        view = trainer.view
+        for unit in view.unit_sizes:
+            stored, shard = view.stored_slice(unit), view.shard_slice(unit)
             model = trainer.model
             self._read(model, unit, VALUES, stored, trainer.parameters[unit])
             self._read(model, unit, VALUES, shard, trainer.masters[unit])
@@ -274,19 +276,19 @@ class Checkpoint:
         scale, saved = trainer.loss_scale, self.index.loss_scale
         scale.value, scale.num_good = saved["value"], saved["num_good"]
         trainer.optimizer.steps = self.index.optimizer["steps"]
-        trainer.num_skipped = self.index.num_skipped
+        trainer.updates.num_skipped = self.index.num_skipped
         self._load_layers(trainer.model)
 
     def values(self, model: Model, dtype: np.dtype[Any]) -> dict[str, Array]:
-        """Return the parameters of this rank's part of a model by unit, in a `dtype`.
+        """Set the state of a model's layers, and return the parameters of this rank's part.
 
-        And set the state of its layers.
+        The parameters are 1-d arrays of a `dtype`, by unit.
         """
-        found = {unit: np.empty(size, dtype) for unit, size in model.unit_sizes.items()}
-        for unit, x in found.items():
+        units = {unit: np.empty(size, dtype) for unit, size in model.unit_sizes.items()}
+        for unit, x in units.items():
             self._read(model, unit, VALUES, slice(0, len(x)), x)
         self._load_layers(model)
-        return found
+        return units
 
     def _load_layers(self, model: Model) -> None:
         for name, layer in model.counting_layers.items():
@@ -303,8 +305,8 @@ class Checkpoint:
                     target[both.within(box).slices] = xp.asarray(values, dtype=into.dtype)
 
     def _hook(self, trainer: Trainer) -> Iterator[tuple[str, Array, list[Any]]]:
-        """Yield the hook's arrays, and the saved ones of which each is the sum; see `HookState`."""
-        equal, summed, own = trainer.sharding.reduction.state(trainer)
+        """Yield each array of the hook, and the saved arrays to add up in it; see `HookState`."""
+        equal, summed, own = trainer.sharding.reduction.state(trainer.optimizer)
         mine, first = self.files[trainer.rank : trainer.rank + 1], self.files[:1]
         if len(self.files) != trainer.size:
             mine, own = (self.files if trainer.rank == 0 else []), {}

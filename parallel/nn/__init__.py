@@ -1,34 +1,55 @@
 """Layers with explicit forward and backward passes, and models built of them.
 
-Arrays are NumPy's or CuPy's; each function takes the array namespace of its input.
+Arrays are NumPy's or CuPy's; every function takes the array namespace of its input.
 """
 
-from parallel.nn.annotate import annotate
-from parallel.nn.cache import KeyValues
+from parallel.mesh import Shape
 from parallel.nn.context import RingAttention, UlyssesAttention, context_positions
-from parallel.nn.dropout import Dropout
-from parallel.nn.functional import Array, cast, namespace_of, new_array, on_host
-from parallel.nn.gpt import gpt
-from parallel.nn.images import (
-    Attention,
-    Grid,
-    MeanPool,
-    MergePatches,
-    PatchEmbedding,
-    WindowAttention,
+from parallel.nn.functional import (
+    Array,
+    cast,
+    check_classes,
+    flatten_rows,
+    matmul,
+    mix64,
+    namespace_of,
+    new_array,
+    on_host,
+    scales_for,
+    softmax,
+    upcast,
 )
 from parallel.nn.layer import (
     Activations,
     ArraySpec,
     BatchRows,
+    KeyValues,
     Layer,
     LayerTraffic,
     ParameterSpec,
+    Recompute,
     Residual,
     Sequential,
     Step,
+    by_layer,
+    token_numbers,
 )
-from parallel.nn.layers import (
+from parallel.nn.models import (
+    ATTENTION,
+    SEQUENCE_PARALLEL,
+    VOCAB_SIZE,
+    Model,
+    annotate,
+    block,
+    dropped,
+    feed_forward,
+    gpt,
+    head,
+    region_of,
+    split_flat,
+)
+from parallel.nn.plain import (
+    Attention,
     CausalAttention,
     CrossEntropy,
     Embedding,
@@ -37,14 +58,15 @@ from parallel.nn.layers import (
     Linear,
     Unembedding,
 )
-from parallel.nn.model import Model, split_flat
-from parallel.placement import Shape
+from parallel.nn.tensor import Dropout
 
 __all__ = [
-    "Activations", "Array", "ArraySpec", "Attention", "BatchRows", "CausalAttention",
-    "CrossEntropy", "Dropout", "Embedding", "Gelu", "Grid", "KeyValues", "Layer", "LayerNorm",
-    "LayerTraffic", "Linear", "MeanPool", "MergePatches", "Model", "ParameterSpec",
-    "PatchEmbedding", "Residual", "RingAttention", "Sequential", "Shape", "Step",
-    "UlyssesAttention", "Unembedding", "WindowAttention", "annotate", "cast", "context_positions",
-    "gpt", "namespace_of", "new_array", "on_host", "split_flat",
+    "ATTENTION", "SEQUENCE_PARALLEL", "VOCAB_SIZE", "Activations", "Array", "ArraySpec",
+    "Attention", "BatchRows", "CausalAttention", "CrossEntropy", "Dropout", "Embedding", "Gelu",
+    "KeyValues", "Layer", "LayerNorm", "LayerTraffic", "Linear", "Model", "ParameterSpec",
+    "Recompute", "Residual", "RingAttention", "Sequential", "Shape", "Step", "UlyssesAttention",
+    "Unembedding", "annotate", "block", "by_layer", "cast", "check_classes", "context_positions",
+    "dropped", "feed_forward", "flatten_rows", "gpt", "head", "matmul", "mix64", "namespace_of",
+    "new_array", "on_host", "region_of", "scales_for", "softmax", "split_flat", "token_numbers",
+    "upcast",
 ]  # fmt: skip

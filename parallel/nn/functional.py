@@ -15,22 +15,23 @@ from array_api_compat import array_namespace
 import collectives
 
 Array: TypeAlias = Any  # numpy.ndarray or cupy.ndarray; the array API has no type to name
-
+SPLIT_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 _namespaces: dict[type, Any] = {}
 
 
 def namespace_of(x: Array) -> Any:
-    """Return the array namespace of `x`, which is looked up once for each type of array."""
+    """Return the array namespace of `x`, which is looked up once for every type of array."""
     if type(x) not in _namespaces:
         _namespaces[type(x)] = array_namespace(x)
     return _namespaces[type(x)]
 
 
 def new_array(shape: tuple[int, ...], like: Array, dtype: Any = None) -> Array:
-    """Return an array with arbitrary contents, of the kind of `like`, and of its dtype or `dtype`.
+    """Return an array with arbitrary contents on the device of `like`.
 
-    In host memory it is made by `collectives.empty`.
+    The array has the dtype of `like` unless a `dtype` is given.  In host memory `collectives.empty`
+    makes the array.
     """
     dtype = like.dtype if dtype is None else dtype
     if type(like) is np.ndarray:
@@ -44,7 +45,7 @@ def upcast(x: Array) -> Array:
 
 
 def cast(x: Array, dtype: Any) -> Array:
-    """Return `x` in this dtype, without a copy if it has it."""
+    """Return `x` in a `dtype`, without a copy if `x` has this dtype already."""
     return x.astype(dtype) if x.dtype != dtype else x
 
 
@@ -53,20 +54,25 @@ def matmul(a: Array, b: Array) -> Array:
     return cast(upcast(a) @ upcast(b), a.dtype)
 
 
+def scales_for(largest: Array, steps: int) -> Array:
+    """Return the scales with which the integers up to `steps` reach the magnitudes `largest`.
+
+    A number is quantized to the nearest integer times a scale.  A scale is at least the smallest
+    normal number, because a smaller scale would have few digits.
+    """
+    smallest = float(np.finfo(largest.dtype).smallest_normal)
+    return namespace_of(largest).maximum(largest / steps, smallest)
+
+
 def sum_rows(x: Array) -> Array:
     """Return the sum over axis 0, rounded once to the dtype of `x`."""
     return cast(namespace_of(x).sum(upcast(x), axis=0), x.dtype)
 
 
 def on_host(array: Array) -> np.ndarray[Any, Any]:
-    """Return a NumPy array: a copy in host memory if `array` is on a device."""
+    """Return an `array` as a NumPy array: a copy in host memory if it is on a device."""
     host: np.ndarray[Any, Any] = array.get() if hasattr(array, "get") else array
     return host
-
-
-def mean_of(total: Array, num: int) -> Array:
-    """Return a sum divided by `num`, in float64: a number that stays on its device."""
-    return total.astype(np.float64) / num
 
 
 def flatten_rows(x: Array) -> Array:
@@ -80,40 +86,42 @@ def transpose(x: Array) -> Array:
 
 
 def causal(scores: Array) -> Array:
-    """Return matrices `scores` with minus infinity above the diagonal that ends at the last one."""
+    """Return matrices of `scores` with minus infinity where a query must not see a key.
+
+    The last query sees all keys, and every query before it sees one key less.
+    """
     xp, (num_rows, num_columns) = namespace_of(scores), scores.shape[-2:]
     position = xp.arange(num_columns, device=scores.device)
     is_seen = position[num_columns - num_rows :, None] >= position[None, :]
     return xp.where(is_seen, scores, xp.asarray(-math.inf, dtype=scores.dtype))
 
 
-def causal_softmax(scores: Array) -> Array:
-    """Return the softmax over the last axis; row i of the axis before it uses columns 0 to i.
-
-    If there are k columns more than rows, columns 0 to k + i.
-    """
-    return softmax(causal(scores))
-
-
 def softmax(scores: Array) -> Array:
-    """Return the softmax over the last axis."""
+    """Return the softmax of `scores` over the last axis."""
     xp = namespace_of(scores)
     powers = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
     return powers / xp.sum(powers, axis=-1, keepdims=True)
 
 
 def one_hot(classes: Array, num_classes: int, dtype: Any) -> Array:
-    """Return a matrix (rows, `num_classes`) with a one in each row, for integers (rows,)."""
+    """Return a matrix (rows, `num_classes`) with a one in the column of the class of each row.
+
+    `classes` are integers (rows,).  A row is zero if its integer is not a class.
+    """
     xp = namespace_of(classes)
     columns = xp.arange(num_classes, device=classes.device)
     return (classes[:, None] == columns[None, :]).astype(dtype)
 
 
-MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
-
-
 def mix64(z: Array) -> Array:
     """Return the hash of unsigned 64-bit integers that SplitMix64 uses.  Steele et al. 2014."""
-    z = (z ^ (z >> np.uint64(30))) * MIX[0]
-    z = (z ^ (z >> np.uint64(27))) * MIX[1]
+    z = (z ^ (z >> np.uint64(30))) * SPLIT_MIX[0]
+    z = (z ^ (z >> np.uint64(27))) * SPLIT_MIX[1]
     return z ^ (z >> np.uint64(31))
+
+
+def check_classes(what: str, classes: np.ndarray[Any, Any], num_classes: int) -> None:
+    """Raise ValueError unless all `classes`, integers, are at least 0 and below `num_classes`."""
+    for extreme in (np.min, np.max) if classes.size else ():
+        if not 0 <= (number := float(extreme(classes))) < num_classes:
+            raise ValueError(f"a {what} is {number:.0f}: there are classes 0 to {num_classes - 1}")

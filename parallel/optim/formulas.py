@@ -1,10 +1,11 @@
 """Formulas of the bytes that a rank keeps and that offloaded updates move.
 
-For n elements of w bytes in the model's dtype and W bytes in that of updates (float32 for two-byte
-dtypes, else the same), and an optimizer with S states, a rank keeps n w bytes of parameters and of
-gradients, n W S of optimizer states, and n W of masters if updates have another dtype or place; n
-counts the model's elements or, where ranks divide the category, those that this rank updates.  In
-float16 with Adam that is 16 Psi bytes, 16 Psi/N if N ranks divide all.  Rajbhandari et al. 2020.
+For n elements of w bytes in the model's dtype and W bytes in the dtype of updates (float32 for
+two-byte dtypes, else the same), and an optimizer with S states, a rank keeps n w bytes of
+parameters and of gradients, n W S of optimizer states, and n W of masters if updates have another
+dtype or storage; n counts the model's elements or, where ranks divide the category, the elements
+that this rank updates.  In float16 with Adam these are 16 Psi bytes, or 16 Psi/N if N ranks divide
+all.  Rajbhandari et al. 2020.
 
 An update moves n w bytes to the host and to the device, and n W (1 + S) from and to the disk;
 loading masters moves n w bytes to the host and n W to the disk.
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from parallel.optim.precision import master_dtype
-from parallel.places import READ, TO_DEVICE, TO_HOST, WRITTEN
+from parallel.optim.storage import READ, TO_DEVICE, TO_HOST, WRITTEN
 
 
 def state_bytes(

@@ -1,6 +1,6 @@
 """Optimizers, which change flat arrays of values in place.
 
-Values and states have the dtype of updates, and gradients that of the model, as backward scaled it.
+Values and states have the dtype of updates; gradients have the model's dtype and the loss scale.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Optimizer(ABC):
 class SGD(Optimizer):
     """Stochastic gradient descent with momentum: v = momentum v + g, then x -= lr v.  Polyak 1964.
 
-    `momentum` is at least 0 and less than 1; `values` and other options are those of `Optimizer`.
+    `momentum` is at least 0 and less than 1; `values` and other options are as in `Optimizer`.
 
     Examples
     --------
@@ -131,7 +131,7 @@ class Adam(Optimizer):
 
     `betas`, at least 0 and less than 1, are the decay rates of the averages of the gradient and of
     its square; `eps`, more than 0, is added to the root of the latter.  `weight_decay` is decoupled
-    and in units of `lr`.  `values` and other options are those of `Optimizer`.
+    and in units of `lr`.  `values` and other options are as in `Optimizer`.
     """
 
     STATES = ("first", "second")
@@ -170,7 +170,7 @@ class Adam(Optimizer):
 class AdamW(Adam):
     """Adam with a decoupled weight decay of 0.01.  Loshchilov & Hutter 2019.
 
-    `values`, `betas`, `eps` and the other options are those of `Adam`.
+    `values`, `betas`, `eps` and the other options are as in `Adam`.
     """
 
     WEIGHT_DECAY = 0.01

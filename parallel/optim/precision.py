@@ -26,8 +26,8 @@ def master_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 class LossScale:
     """The factor, `value`, of the loss before backward: small gradients are not zero in float16.
 
-    An overflow halves it, and the update is skipped; `interval` updates without one double it.  In
-    other dtypes it stays 1.  Micikevicius et al. 2018.
+    An overflow halves the factor, and the update is skipped; `interval` updates without an overflow
+    double it.  In other dtypes it stays 1.  Micikevicius et al. 2018.
     """
 
     def __init__(

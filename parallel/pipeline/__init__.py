@@ -5,15 +5,16 @@
 says when.  A `Trainer` runs the same lists.
 """
 
-from parallel.pipeline.catalogue import SCHEDULES, make
-from parallel.pipeline.formulas import Formula, ScheduleInfo
 from parallel.pipeline.messages import with_messages
-from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.simulation import Simulation, Times, simulate
+from parallel.pipeline.schedule import Schedule, computations
+from parallel.pipeline.schedules import SCHEDULES, Formula, ScheduleInfo, make
+from parallel.pipeline.simulation import Simulation, simulate
 from parallel.pipeline.text import parse, read_csv, write_csv
+from parallel.pipeline.times import Times
 from parallel.pipeline.validation import InvalidSchedule, validate
 
 __all__ = [
-    "SCHEDULES", "Formula", "InvalidSchedule", "Schedule", "ScheduleInfo", "Simulation", "Times",
-    "make", "parse", "read_csv", "simulate", "validate", "with_messages", "write_csv",
+    "SCHEDULES", "Formula", "InvalidSchedule", "Schedule", "ScheduleInfo", "Simulation",
+    "Times", "computations", "make", "parse", "read_csv", "simulate", "validate",
+    "with_messages", "write_csv",
 ]  # fmt: skip

@@ -20,13 +20,13 @@ from pathlib import Path
 
 from collectives.export import output_file
 from parallel import cli
-from parallel.pipeline.catalogue import SCHEDULES, make
-from parallel.pipeline.formulas import ScheduleInfo
 from parallel.pipeline.messages import with_messages
 from parallel.pipeline.picture import grid, in_time, svg
 from parallel.pipeline.schedule import Schedule
-from parallel.pipeline.simulation import Simulation, Times, simulate
+from parallel.pipeline.schedules import SCHEDULES, ScheduleInfo, make
+from parallel.pipeline.simulation import Simulation, simulate
 from parallel.pipeline.text import read_csv, write_csv
+from parallel.pipeline.times import Times
 from parallel.pipeline.validation import validate
 
 
@@ -79,7 +79,7 @@ def facts(simulation: Simulation) -> list[str]:
     """Return what a schedule costs."""
     ranks = range(simulation.schedule.num_ranks)
     of_total, of_ideal = simulation.fractions
-    found = [
+    lines = [
         f"time {simulation.makespan}, bubble {simulation.bubble}: {float(of_total):.1%} of the"
         f" total, {float(of_ideal):.1%} of the work",
         f"activations kept, by rank: {' '.join(str(simulation.live(rank)) for rank in ranks)}",
@@ -87,8 +87,8 @@ def facts(simulation: Simulation) -> list[str]:
     ]
     if simulation.schedule.is_asynchronous:
         alive = " ".join(str(simulation.versions(rank)[1]) for rank in ranks)
-        found.append(f"versions of parameters kept, by rank: {alive}")
-    return found
+        lines.append(f"versions of parameters kept, by rank: {alive}")
+    return lines
 
 
 def compare(options: argparse.Namespace) -> list[str]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from parallel.actions import Action
-from parallel.pipeline.schedule import Schedule, computations, done_by
-from parallel.pipeline.simulation import simulate, target
+from parallel.pipeline.actions import Action, Computation, Send
+from parallel.pipeline.schedule import Schedule, computations
+from parallel.pipeline.simulation import simulate
 
 
 def with_messages(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
@@ -37,12 +37,13 @@ def with_messages(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
     return tuple(map(tuple, lists))
 
 
-def _send(part: Action, rank: int, schedule: Schedule, lists: list[list[Action]]) -> None:
-    """Append the messages with the result of a computation."""
-    stage = target(part, schedule.num_stages)
+def _send(part: Computation, rank: int, schedule: Schedule, lists: list[list[Action]]) -> None:
+    """Append the message with the result of a computation, if another rank needs it."""
+    stage = part.target(schedule.num_stages)
     if stage is None:
         return
-    peer, kind = schedule.rank_of(stage, part.micro_batch), done_by(part)
+    peer = schedule.rank_of(stage, part.micro_batch)
     if peer != rank:
-        lists[rank].append(Action(f"SEND_{kind}", part.stage, part.micro_batch))
-        lists[peer].append(Action(f"RECV_{kind}", stage, part.micro_batch))
+        send = Send(part.stage, part.micro_batch, part.makes)
+        lists[rank].append(send)
+        lists[peer].append(send.other_end)

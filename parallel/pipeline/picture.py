@@ -9,7 +9,7 @@ from itertools import zip_longest
 from math import gcd, lcm
 from typing import TypeAlias
 
-from parallel.actions import Action
+from parallel.pipeline.actions import Action, Computation
 from parallel.pipeline.schedule import Lists, computations
 from parallel.pipeline.simulation import Simulation
 
@@ -21,7 +21,7 @@ FILLS = {"F": "#dbe9ff", "B": "#ffd9b0", "I": "#ffe9c9", "W": "#d7f0d2"}
 
 
 def grid(lists: Lists, faulty: Collection[Cell] = ()) -> str:
-    """Return the actions of each rank, one row for each; `faulty` cells in ``><``.
+    """Return the actions of each rank, one row for each rank; `faulty` cells in ``><``.
 
     A cell is a rank and a place in its list, or the place after the last.  A wide grid with faulty
     cells is cut to the `MOST_COLUMNS` around the first of them.
@@ -43,7 +43,7 @@ def grid(lists: Lists, faulty: Collection[Cell] = ()) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a line for each row, whose cells are below those of the row before."""
+    """Return a line for each row, whose cells are below the cells of the row before."""
     widths = [max(map(len, column)) for column in zip_longest(*rows, fillvalue="")]
     return [" ".join(map(str.ljust, row, widths)) for row in rows]
 
@@ -51,7 +51,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 def in_time(simulation: Simulation) -> str:
     """Return the actions of each rank in time: a column is a unit, and a dot is idle.
 
-    Small letters are of a rank's second stage.  The unit is the `column_of` the simulation.
+    Small letters stand for a rank's second stage.  The unit is the `column_of` the simulation.
     """
     unit = column_of(simulation)
     rows = [["."] * int(simulation.makespan / unit) for _ in simulation.spans]
@@ -75,27 +75,26 @@ def column_of(simulation: Simulation) -> Fraction:
 def short(action: Action, rank: int) -> str:
     """Return an action as people write it in a grid, without its stage; see `is_second`."""
     parts = computations((action,))
-    kinds = ((x.kind.lower() if is_second(x, rank) else x.kind, x.micro_batch) for x in parts)
-    return "/".join(f"{kind}{number}" for kind, number in kinds) or "U"
+    letters = ((x.letter.lower() if is_second(x, rank) else x.letter, x.micro_batch) for x in parts)
+    return "/".join(f"{letter}{number}" for letter, number in letters) or "U"
 
 
 def is_second(action: Action, rank: int) -> bool:
     """Return whether the stage of an action is not the first that its rank has.
 
-    With micro-batches from both ends, the first is that of those which enter at rank 0.
+    With micro-batches from both ends, the micro-batches that enter at rank 0 are in the first.
     """
     return action.stage != rank
 
 
 def svg(simulation: Simulation, title: str) -> str:
-    """Return a drawing of a schedule in time; a rank's second stage has thick outlines
-    and small letters.
+    """Return a drawing of a schedule in time.
 
-    Letters say what fills say, so that it can be read in black and white.  The shortest action is
-    `UNIT` wide.
+    A rank's second stage has thick outlines and small letters.  Letters say what fills say, so that
+    the drawing can be read in black and white.  The shortest action is `UNIT` wide.
     """
     durations = [float(span.end - span.begin) for row in simulation.spans for span in row]
-    scale = UNIT / min((each for each in durations if each), default=1.0)
+    scale = UNIT / min((seconds for seconds in durations if seconds), default=1.0)
     width = LEFT + scale * float(simulation.makespan) + 10
     height = HEIGHT * (len(simulation.spans) + 2)
     lines = [
@@ -113,19 +112,19 @@ def svg(simulation: Simulation, title: str) -> str:
 
 
 def _cell(action: Action, rank: int, x: float, width: float) -> list[str]:
-    """Return the rectangles and texts of one action: two halves if it is of two."""
-    parts: Sequence[Action] = list(computations((action,)))
-    found = []
+    """Return the rectangles and texts of one action: two halves if two overlap."""
+    parts: Sequence[Computation] = list(computations((action,)))
+    marks = []
     for i, part in enumerate(parts):
         height = (HEIGHT - 2) / len(parts)
         top = HEIGHT * (rank + 1) + i * height
-        found.append(
+        marks.append(
             f'<rect x="{x:g}" y="{top:g}" width="{width:g}" height="{height:g}"'
-            f' fill="{FILLS[part.kind]}" stroke="black"'
+            f' fill="{FILLS[part.letter]}" stroke="black"'
             f' stroke-width="{2 if is_second(part, rank) else 0.7}"/>'
         )
-        found.append(
+        marks.append(
             f'<text x="{x + width / 2:g}" y="{top + height / 2 + 4:g}" text-anchor="middle">'
             f"{short(part, rank)}</text>"
         )
-    return found
+    return marks

@@ -7,18 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeAlias
 
-from parallel.actions import Action
+from parallel.pipeline.actions import Action, Computation, Update
 
-Lists: TypeAlias = Sequence[Sequence[Action]]  # of each rank
+Lists: TypeAlias = Sequence[Sequence[Action]]
+"""The actions of each rank."""
 
-COMPUTING = ("F", "B", "I", "W")
 
-
-def computations(actions: Iterable[Action]) -> Iterator[Action]:
-    """Yield the forward and backward computations, those that overlap one after the other."""
+def computations(actions: Iterable[Action]) -> Iterator[Computation]:
+    """Yield the forward and backward computations; two that overlap one after the other."""
     for action in actions:
-        for part in action.parts or (action,):
-            if part.kind in COMPUTING:
+        for part in action.parts:
+            if isinstance(part, Computation):
                 yield part
 
 
@@ -29,7 +28,7 @@ class Schedule:
     Attributes
     ----------
     name : str
-        That of `SCHEDULES`, or of the file that it was read from.
+        A name of `SCHEDULES`, or the name of the file from which the schedule was read.
     num_ranks, num_stages, num_micro_batches : int
     actions : tuple of (tuple of Action)
         What each rank computes, without messages: F, B, or I and W, or F and B that overlap; and
@@ -51,29 +50,33 @@ class Schedule:
     @classmethod
     def of(cls, name: str, actions: Lists) -> Schedule:
         """Return the schedule `name` of lists of `actions`: all stages and micro-batches."""
-        each = [part for row in actions for part in computations(row)]
-        num_stages = 1 + max((x.stage for x in each), default=-1)
-        number = 1 + max((x.micro_batch or 0 for x in each), default=-1)
-        return cls(name, len(actions), num_stages, number, tuple(map(tuple, actions)))
+        parts = [part for row in actions for part in computations(row)]
+        num_stages = 1 + max((part.stage for part in parts), default=-1)
+        num_micro_batches = 1 + max((part.micro_batch for part in parts), default=-1)
+        return cls(name, len(actions), num_stages, num_micro_batches, tuple(map(tuple, actions)))
 
     @cached_property
-    def _rank_of(self) -> dict[tuple[int, int | None], int]:
+    def _rank_of(self) -> dict[tuple[int, int], int]:
         return {
             (part.stage, part.micro_batch): rank
             for rank, row in enumerate(self.actions)
             for part in computations(row)
         }
 
-    def rank_of(self, stage: int, micro_batch: int | None) -> int:
+    def rank_of(self, stage: int, micro_batch: int) -> int:
         """Return the rank that computes a `stage` for a `micro_batch`.
 
         Raises KeyError if there is none.
         """
         return self._rank_of[stage, micro_batch]
 
+    @cached_property
+    def _stages_of(self) -> list[tuple[int, ...]]:
+        return [tuple(sorted({part.stage for part in computations(row)})) for row in self.actions]
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that a rank computes, in ascending order."""
-        return tuple(sorted({part.stage for part in computations(self.actions[rank])}))
+        return self._stages_of[rank]
 
     def ranks_of(self, stage: int) -> tuple[int, ...]:
         """Return the ranks that compute a stage: one, or two with different micro-batches."""
@@ -82,22 +85,4 @@ class Schedule:
     @cached_property
     def is_asynchronous(self) -> bool:
         """Whether stages are updated while micro-batches are in progress."""
-        return any(action.kind == "UPDATE" for row in self.actions for action in row)
-
-
-def dependencies(action: Action, num_stages: int) -> list[tuple[str, int]]:
-    """Return the kinds and stages that must precede a computation, of the same micro-batch.
-
-    "B" stands for I as well.
-    """
-    stage = action.stage
-    if action.kind == "F":
-        return [("F", stage - 1)] if stage else []
-    if action.kind == "W":
-        return [("B", stage)]
-    return [("F", stage), *([("B", stage + 1)] if stage + 1 < num_stages else [])]
-
-
-def done_by(action: Action) -> str:
-    """Return the kind by which `dependencies` names what a computation does."""
-    return "B" if action.kind == "I" else action.kind
+        return any(isinstance(action, Update) for row in self.actions for action in row)

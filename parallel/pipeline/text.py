@@ -10,45 +10,60 @@ from __future__ import annotations
 import csv
 import re
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
-from parallel.actions import Action
+from parallel.pipeline.actions import (
+    COMPUTATIONS,
+    Action,
+    Backward,
+    Forward,
+    Message,
+    Overlap,
+    Receive,
+    Send,
+    Update,
+)
 from parallel.pipeline.schedule import Lists, Schedule
-from parallel.pipeline.validation import KINDS, OTHERS
 
-SINGLE = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{,9})")
+KINDS: dict[str, Callable[[int, int], Action]] = {
+    **{kind.letter: kind for kind in COMPUTATIONS}, "UPDATE": Update,
+    "SEND_F": partial(Send, direction="F"), "SEND_B": partial(Send, direction="B"),
+    "RECV_F": partial(Receive, direction="F"), "RECV_B": partial(Receive, direction="B"),
+}  # fmt: skip
+SINGLE = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{1,9})")
 OF_SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
-PAIR = re.compile(r"\((.+)\)(OVERLAP_F_B)")
+PAIR = re.compile(r"\((.+)\)OVERLAP_F_B")
 
 
 def parse(text: str) -> Action:
-    """Return the action of a cell.  Raise ValueError if it is none.
+    """Return the action of a cell.  Raise ValueError if it has none.
 
     Examples
     --------
     >>> from parallel.pipeline.text import parse
-    >>> parse("2SEND_F0").kind, str(parse("(0F5;3B2)OVERLAP_F_B"))
+    >>> parse("2SEND_F0").code, str(parse("(0F5;3B2)OVERLAP_F_B"))
     ('SEND_F', '(0F5;3B2)OVERLAP_F_B')
     """
     if (pair := PAIR.fullmatch(text)) is not None:
-        parts = tuple(map(parse_single, pair[1].split(";")))
-        if [part.kind for part in parts] != ["F", "B"]:
-            raise ValueError(f"{reprlib.repr(text)} overlaps other actions than an F and a B")
-        return Action(pair[2], parts[0].stage, parts=parts)
+        match [parse_single(part) for part in pair[1].split(";")]:
+            case [Forward() as forward, Backward() as backward]:
+                return Overlap.of(forward, backward)
+        raise ValueError(f"{reprlib.repr(text)} overlaps other actions than an F and a B")
     return parse_single(text)
 
 
 def parse_single(text: str) -> Action:
-    """Return the action of a cell that is no pair.  Raise ValueError if it is none."""
+    """Return the action of a cell without a pair.  Raise ValueError if it has none."""
     single = SINGLE.fullmatch(text)
     if single is None or single[2] not in KINDS:
         raise ValueError(f"{reprlib.repr(text)} is not an action, such as 0F1, 2SEND_F0 or 1W3")
-    return Action(single[2], int(single[1]), int(single[3]) if single[3] else None)
+    return KINDS[single[2]](int(single[1]), int(single[3]))
 
 
 def parse_row(cells: Iterable[str]) -> list[Action]:
-    """Return the actions of one rank.  Raise ValueError for a cell that is none."""
+    """Return the actions of one rank.  Raise ValueError for a cell without an action."""
     words = [word for word in map(str.strip, cells) if word]
     return [parse(word) for word in words if not OF_SHARDING.fullmatch(word)]
 
@@ -64,12 +79,12 @@ def read_csv(path: Path) -> Schedule:
 
     Messages in it are left out: `with_messages` adds them.
 
-    Raises ValueError, with the place in the file, for a cell that is no action.
+    Raises ValueError, with the place in the file, for a cell without an action.
     """
     with path.open(newline="") as file:
         rows = csv.reader(file)
         try:
-            lists = [[x for x in parse_row(row) if x.kind not in OTHERS] for row in rows]
+            lists = [[x for x in parse_row(row) if not isinstance(x, Message)] for row in rows]
         except (ValueError, csv.Error) as error:
             raise ValueError(f"{path.name}, row {rows.line_num}: {error}") from None
     return Schedule.of(path.stem, lists)

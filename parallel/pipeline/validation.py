@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
-from parallel.actions import Action
-from parallel.pipeline.picture import Cell, grid
-from parallel.pipeline.schedule import (
-    COMPUTING,
-    Lists,
-    Schedule,
-    computations,
-    dependencies,
-    done_by,
+from parallel.pipeline.actions import (
+    COMPUTATIONS,
+    Action,
+    Computation,
+    Forward,
+    Message,
+    Receive,
+    Result,
+    Send,
 )
-
-OTHERS = {"SEND_F": "RECV_F", "SEND_B": "RECV_B", "RECV_F": "SEND_F", "RECV_B": "SEND_B"}
-STEPS = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}  # stages to the other end
-KINDS = {*COMPUTING, *OTHERS, "OVERLAP_F_B", "UPDATE"}
-
-Key: TypeAlias = tuple[str, int, int | None]  # kind, stage, micro-batch
+from parallel.pipeline.picture import Cell, grid
+from parallel.pipeline.schedule import Lists, Schedule, computations
 
 
 class Wait(NamedTuple):
-    """What a rank waits for, and on which rank it must be done."""
+    """The action that a rank waits for, and the rank that must do it."""
 
     action: str
     rank: int
@@ -47,9 +43,9 @@ class InvalidSchedule(ValueError):  # noqa: N818 - named like the errors of `col
 def validate(schedule: Schedule, lists: Lists | None = None) -> None:
     """Raise InvalidSchedule unless the lists of a schedule can run and compute all of it.
 
-    By default the lists are those of the schedule, which have no messages.  In lists with messages
+    By default the lists are ``schedule.actions``, without messages.  In lists with messages
     (`with_messages`), a rank waits in each send until the other rank receives, as large messages of
-    MPI may: what runs so, runs however messages are buffered.
+    MPI may: lists that can run in this way can run however messages are buffered.
 
     Each stage has one F of each micro-batch, and one B, or one I and one W, all on the same rank.
     A stage is on one rank, or on several that have the same stages.  Each computation comes after
@@ -78,69 +74,64 @@ def validate(schedule: Schedule, lists: Lists | None = None) -> None:
     rank 0: >0B0< 0F0
     """
     lists = schedule.actions if lists is None else lists
-    _check_kinds(lists)
+    _check_not_empty(lists)
     cells = _cells_of(lists)
     _check_each_once(schedule, lists, cells)
     _check_places(schedule, lists, cells)
     _Run(schedule, lists).check()
 
 
-def _check_kinds(lists: Lists) -> None:
+def _check_not_empty(lists: Lists) -> None:
+    """Check that each rank has a list of actions with something in it."""
     if not lists or not all(lists):
         rank = next((rank for rank, row in enumerate(lists) if not row), 0)
         why = f"rank {rank} has no stage: its list is empty"
         raise InvalidSchedule(why, lists or [[]], (rank, 0))
-    for rank, row in enumerate(lists):
-        for i, action in enumerate(row):
-            if action.kind not in KINDS:
-                why = f"rank {rank} has {action}, which no schedule has"
-                raise InvalidSchedule(why, lists, (rank, i))
 
 
-def _cells_of(lists: Lists) -> dict[Key, Cell]:
+def _cells_of(lists: Lists) -> dict[Action, Cell]:
     """Return where each action is.  Refuse an action that is there twice."""
-    cells: dict[Key, Cell] = {}
+    cells: dict[Action, Cell] = {}
     for rank, row in enumerate(lists):
         for i, action in enumerate(row):
-            for part in action.parts or (action,):
-                cell = cells.setdefault((part.kind, part.stage, part.micro_batch), (rank, i))
+            for part in action.parts:
+                cell = cells.setdefault(part, (rank, i))
                 if cell != (rank, i):
                     why = f"{part} is there twice: on rank {rank} after rank {cell[0]}"
                     raise InvalidSchedule(why, lists, (rank, i), cell)
     return cells
 
 
-def _check_each_once(schedule: Schedule, lists: Lists, cells: dict[Key, Cell]) -> None:
+def _check_each_once(schedule: Schedule, lists: Lists, cells: dict[Action, Cell]) -> None:
     """Check that each stage has one F and one B, or I and W, of each micro-batch."""
     for stage in range(schedule.num_stages):
         if not (ranks := schedule.ranks_of(stage)):
             raise InvalidSchedule(f"no rank has stage {stage}", lists)
         for k in range(schedule.num_micro_batches):
-            found = {x: cells[x, stage, k] for x in COMPUTING if (x, stage, k) in cells}
-            kinds = "".join(found)
-            if kinds not in ("FB", "FIW"):
-                rank = min(found.values())[0] if found else ranks[0]
+            wanted = (kind(stage, k) for kind in COMPUTATIONS)
+            there = {part.letter: cells[part] for part in wanted if part in cells}
+            letters = "".join(there)
+            if letters not in ("FB", "FIW"):
+                rank = min(there.values())[0] if there else ranks[0]
                 why = (
-                    f"stage {stage} computes {kinds or 'nothing'} of micro-batch {k} on rank"
+                    f"stage {stage} computes {letters or 'nothing'} of micro-batch {k} on rank"
                     f" {rank}: it must be F and B, or F, I and W"
                 )
-                is_too_much = {"F", "B"} < set(found)
+                is_too_much = {"F", "B"} < set(there)
                 end = rank, len(lists[rank])
-                raise InvalidSchedule(why, lists, found["B"] if is_too_much else end)
+                raise InvalidSchedule(why, lists, there["B"] if is_too_much else end)
 
 
-def _check_places(schedule: Schedule, lists: Lists, cells: dict[Key, Cell]) -> None:
-    """Check that all of a stage and micro-batch is on one rank, and that it exists."""
-    for (kind, stage, k), cell in cells.items():
-        action = Action(kind, stage, k)
-        if kind in OTHERS or kind == "UPDATE":
-            other = stage + STEPS.get(kind, 0)
-            if ("F", stage, k) not in cells or ("F", other, k) not in cells:
-                why = f"{action} of rank {cell[0]} belongs to no computation"
-                raise InvalidSchedule(why, lists, cell)
-        elif kind in COMPUTING and cell[0] != (rank := cells["F", stage, k][0]):
-            why = f"rank {cell[0]} computes {action}, but rank {rank} computes {stage}F{k}"
-            raise InvalidSchedule(why, lists, cell, cells["F", stage, k])
+def _check_places(schedule: Schedule, lists: Lists, cells: dict[Action, Cell]) -> None:
+    """Check that one rank does all actions of a stage and micro-batch, and computes it."""
+    for action, cell in cells.items():
+        if any(part not in cells for part in action.belongs_to()):
+            why = f"{action} of rank {cell[0]} belongs to no computation"
+            raise InvalidSchedule(why, lists, cell)
+        forward = Forward(action.stage, action.micro_batch)
+        if isinstance(action, Computation) and cell[0] != (rank := cells[forward][0]):
+            why = f"rank {cell[0]} computes {action}, but rank {rank} computes {forward}"
+            raise InvalidSchedule(why, lists, cell, cells[forward])
     _check_copies(schedule, lists)
 
 
@@ -160,9 +151,9 @@ class _Run:
     def __init__(self, schedule: Schedule, lists: Lists) -> None:
         self.schedule, self.lists = schedule, lists
         self.at = [0] * len(lists)
-        self.done: set[Key] = set()
-        self.arrived: set[Key] = set()
-        self.has_messages = any(action.kind in OTHERS for row in lists for action in row)
+        self.done: set[Result] = set()
+        self.arrived: set[Message] = set()  # received
+        self.has_messages = any(isinstance(action, Message) for row in lists for action in row)
 
     def check(self) -> None:
         """Raise InvalidSchedule if ranks wait for each other forever."""
@@ -198,49 +189,37 @@ class _Run:
         action = self.current(rank)
         if action is None or self.missing(rank, action):
             return False
-        if action.kind.startswith("RECV"):
+        if isinstance(action, Receive):
             return False  # the sender does it
         self.at[rank] += 1
-        if action.kind in OTHERS:
-            peer, received = self.partner(action)
-            self.at[peer] += 1
-            self.arrived.add((action.kind[-1], received.stage, received.micro_batch))
-        for part in action.parts or (action,):
-            self.done.add((done_by(part), part.stage, part.micro_batch))
+        if isinstance(action, Send):
+            self.at[self.rank_of(action.other_end)] += 1
+            self.arrived.add(action.other_end)
+        self.done.update(part.result for part in computations((action,)))
         return True
 
     def missing(self, rank: int, action: Action) -> Wait | None:
         """Return what an action waits for; None if it can be done."""
-        if action.kind in OTHERS:
-            return self.missing_message(rank, action)
-        if action.kind == "UPDATE":
-            return self.absent([("B", action.stage)], action, rank)
-        parts = computations((action,))
-        each = (self.absent(dependencies(x, self.schedule.num_stages), x, rank) for x in parts)
-        return next(filter(None, each), None)
-
-    def missing_message(self, rank: int, action: Action) -> Wait | None:
-        """Return what a send or a receive waits for."""
-        peer, partner = self.partner(action)
-        if action.kind.startswith("SEND"):
-            wait = self.absent([(action.kind[-1], action.stage)], action, rank)
+        if isinstance(action, Send):
+            wait = self.absent([Result(action.direction, action.stage, action.micro_batch)], rank)
             if wait is not None:
                 return wait
-        return None if self.current(peer) == partner else Wait(str(partner), peer)
+        if isinstance(action, Message):
+            peer, other = self.rank_of(action.other_end), action.other_end
+            return None if self.current(peer) == other else Wait(str(other), peer)
+        return self.absent(action.needs(self.schedule.num_stages), rank)
 
-    def absent(self, needed: list[tuple[str, int]], part: Action, rank: int) -> Wait | None:
-        """Return the first of what is needed that is not there, and not received."""
-        for kind, stage in needed:
-            place = self.schedule.rank_of(stage, part.micro_batch)
-            if (kind, stage, part.micro_batch) not in self.done:
-                return Wait(f"{stage}{kind}{part.micro_batch}", place)
-            is_message = self.has_messages and place != rank
-            if is_message and (kind, part.stage, part.micro_batch) not in self.arrived:
-                return Wait(f"{part.stage}RECV_{kind}{part.micro_batch}", rank)
+    def absent(self, needed: list[Result], rank: int) -> Wait | None:
+        """Return the first needed result that is neither computed nor received."""
+        for result in needed:
+            source = self.schedule.rank_of(result.stage, result.micro_batch)
+            if result not in self.done:
+                return Wait(str(result), source)
+            message = Send(result.stage, result.micro_batch, result.kind).other_end
+            if self.has_messages and source != rank and message not in self.arrived:
+                return Wait(str(message), rank)
         return None
 
-    def partner(self, action: Action) -> tuple[int, Action]:
-        """Return the other end of a message: its rank and action."""
-        stage = action.stage + STEPS[action.kind]
-        rank = self.schedule.rank_of(stage, action.micro_batch)
-        return rank, Action(OTHERS[action.kind], stage, action.micro_batch)
+    def rank_of(self, action: Action) -> int:
+        """Return the rank that does an action."""
+        return self.schedule.rank_of(action.stage, action.micro_batch)

@@ -4,7 +4,15 @@ Nothing is allocated, computed or sent: `cost_of` asks the layers of a model wha
 and send on a rank of a mesh that does not exist.
 """
 
-from parallel.plan.cost import Cost, cost_of
-from parallel.plan.layouts import Job, Layout, Machine, layouts_for
+from parallel.plan.candidates import Candidate, Job, Machine, candidates_for
+from parallel.plan.cost import Cost, cost_of, forward_flops
 
-__all__ = ["Cost", "Job", "Layout", "Machine", "cost_of", "layouts_for"]
+__all__ = [
+    "Candidate",
+    "Cost",
+    "Job",
+    "Machine",
+    "candidates_for",
+    "cost_of",
+    "forward_flops",
+]  # fmt: skip

@@ -14,14 +14,12 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from parallel import cli
+from parallel.plan.candidates import Candidate, Job, Machine, candidates_for
 from parallel.plan.cost import Cost, cost_of
-from parallel.plan.layouts import Job, Layout, Machine, layouts_for
 
-SUFFIXES = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 HOSTS, ON_EACH = 128, 8  # hosts, and GPUs on each, if the user names none
 YEAR = 365.25 * 24 * 3600
 
@@ -32,24 +30,24 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse.parse_args(arguments)
     try:
         job, machine = wanted(options)
-        layouts = every_layout(job, machine)
+        layouts = every_candidate(job, machine)
     except ValueError as error:
         parse.exit(2, f"{parse.prog}: {error}\n")
     console = cli.console_of(0)
-    found = [(cost_of(job, layout, machine), layout) for layout in layouts]
+    costs = [(cost_of(job, candidate, machine), candidate) for candidate in layouts]
     fitting = sorted(
-        (each for each in found if each[0].memory <= machine.memory), key=lambda x: x[0].seconds
+        (pair for pair in costs if pair[0].memory <= machine.memory), key=lambda x: x[0].seconds
     )
     if not fitting:
         console.print("no layout fits into memory; the one that needs least:")
-        fitting = [min(found, key=lambda x: x[0].memory)]
+        fitting = [min(costs, key=lambda x: x[0].memory)]
     console.print(
         f"{job.num_parameters / 1e9:.1f} G parameters, {job.flops:.3g} operations a step,"
-        f" {len(found)} layouts, of which {len(fitting)} fit into {machine.memory / 1e9:g} GB"
+        f" {len(costs)} layouts, of which {len(fitting)} fit into {machine.memory / 1e9:g} GB"
     )
     table = cli.table_with("pipe x data x tensor", "ZeRO", "recompute", "schedule", numbers=HEADS)
-    for cost, layout in fitting[: options.rows]:
-        table.add_row(*words(layout), *numbers(job, machine, cost, layout))
+    for cost, candidate in fitting[: options.rows]:
+        table.add_row(*words(candidate), *numbers(job, machine, cost, candidate))
     console.print(zero_alone(job, machine, table))
     cli.print_table(table, console)
     years = 8 * options.tokens * job.num_parameters / options.flops / YEAR
@@ -91,9 +89,9 @@ def hosts_of(options: argparse.Namespace) -> tuple[int, int]:
     return num_hosts, on_each
 
 
-def every_layout(job: Job, machine: Machine) -> list[Layout]:
+def every_candidate(job: Job, machine: Machine) -> list[Candidate]:
     """Return the layouts of a job on a machine.  Raises ValueError if there are none."""
-    if layouts := list(layouts_for(job, machine)):
+    if layouts := list(candidates_for(job, machine)):
         return layouts
     raise ValueError(
         f"{machine.num_ranks} ranks cannot divide a batch of {job.batch}, {job.num_layers} layers"
@@ -103,16 +101,18 @@ def every_layout(job: Job, machine: Machine) -> list[Layout]:
 
 
 def zero_alone(job: Job, machine: Machine, table: Any) -> str:
-    """Add the fastest layout of ZeRO-3 alone to a table; return a sentence about it."""
+    """Add the fastest candidate of ZeRO-3 alone to a table; return a sentence about it."""
     batch = -(-job.batch // machine.num_ranks) * machine.num_ranks
     larger = replace(job, batch=batch)
-    of_zero = [x for x in layouts_for(larger, machine) if x.pipe == x.tensor == 1 and x.zero == 3]
-    costs = [(cost_of(larger, layout, machine), layout) for layout in of_zero]
-    fitting = [each for each in costs if each[0].memory <= machine.memory]
+    of_zero = [
+        x for x in candidates_for(larger, machine) if x.pipe == x.tensor == 1 and x.zero == 3
+    ]
+    costs = [(cost_of(larger, candidate, machine), candidate) for candidate in of_zero]
+    fitting = [pair for pair in costs if pair[0].memory <= machine.memory]
     if not fitting:
         return "ZeRO-3 alone does not fit."
-    cost, layout = min(fitting, key=lambda x: x[0].seconds)
-    table.add_row(*words(layout), *numbers(larger, machine, cost, layout))
+    cost, candidate = min(fitting, key=lambda x: x[0].seconds)
+    table.add_row(*words(candidate), *numbers(larger, machine, cost, candidate))
     return f"The last row is ZeRO-3 alone, with a batch of {batch} rows."
 
 
@@ -122,19 +122,24 @@ HEADS = (
 )  # fmt: skip
 
 
-def words(layout: Layout) -> list[str]:
-    """Return the name of a layout for the table."""
-    axes = f"{layout.pipe} x {layout.data} x {layout.tensor}"
-    return [axes, str(layout.zero), layout.recompute, layout.schedule if layout.pipe > 1 else ""]
+def words(candidate: Candidate) -> list[str]:
+    """Return the name of a candidate for the table."""
+    axes = f"{candidate.pipe} x {candidate.data} x {candidate.tensor}"
+    return [
+        axes,
+        str(candidate.zero),
+        candidate.recompute,
+        candidate.schedule if candidate.pipe > 1 else "",
+    ]
 
 
-def numbers(job: Job, machine: Machine, cost: Cost, layout: Layout) -> list[str]:
-    """Return the numbers of a layout for the table."""
+def numbers(job: Job, machine: Machine, cost: Cost, candidate: Candidate) -> list[str]:
+    """Return the numbers of a candidate for the table."""
     sent = [cost.sent[axis] for axis in ("tensor", "data", "pipe")]
     gigabytes = [f"{x / 1e9:.2f}" for x in (cost.states, cost.activations, *sent)]
     speed = job.flops / cost.seconds / machine.num_ranks / 1e12
     return [
-        str(layout.micro_batch), *gigabytes, f"{cost.bubble:.1%}", f"{cost.seconds:.2f}",
+        str(candidate.micro_batch), *gigabytes, f"{cost.bubble:.1%}", f"{cost.seconds:.2f}",
         f"{speed:.0f}",
     ]  # fmt: skip
 
@@ -149,20 +154,20 @@ def divided_by_axis(job: Job) -> Any:
     """
     machine = Machine(1, 8)
     rows = {
-        "one rank": Layout(1, 1, 1, 1, 1),
-        "tensor=8": Layout(1, 1, 8, 1, 1),
-        "pipe=8": Layout(8, 1, 1, 1, 1),
-        "data=8, ZeRO-1": Layout(1, 8, 1, 1, 1),
-        "data=8, ZeRO-2": Layout(1, 8, 1, 2, 1),
-        "data=8, ZeRO-3": Layout(1, 8, 1, 3, 1),
-        "pipe=8, data=8, ZeRO-1": Layout(8, 8, 1, 1, 1),
-        "pipe=8, data=8, ZeRO-2": Layout(8, 8, 1, 2, 1),
+        "one rank": Candidate(1, 1, 1, 1, 1),
+        "tensor=8": Candidate(1, 1, 8, 1, 1),
+        "pipe=8": Candidate(8, 1, 1, 1, 1),
+        "data=8, ZeRO-1": Candidate(1, 8, 1, 1, 1),
+        "data=8, ZeRO-2": Candidate(1, 8, 1, 2, 1),
+        "data=8, ZeRO-3": Candidate(1, 8, 1, 3, 1),
+        "pipe=8, data=8, ZeRO-1": Candidate(8, 8, 1, 1, 1),
+        "pipe=8, data=8, ZeRO-2": Candidate(8, 8, 1, 2, 1),
     }
     table = cli.table_with("in GB", numbers=(*KEPT, "activations", "sent for data"))
-    for title, layout in rows.items():
-        if layout.pipe > min(job.num_layers, layout.num_micro_batches(job)):
+    for title, candidate in rows.items():
+        if candidate.pipe > min(job.num_layers, candidate.num_micro_batches(job)):
             continue
-        cost = cost_of(job, layout, machine)
+        cost = cost_of(job, candidate, machine)
         parts = *(cost.kept[name] for name in KEPT), cost.activations, cost.sent["data"]
         table.add_row(title, *(f"{x / 1e9:.1f}" for x in parts))
     return table
@@ -172,18 +177,6 @@ WHY = (
     "ZeRO-2 saves little under a pipeline: a rank has the gradients of its stage only, two bytes of"
     " sixteen, and\nwould send them for every micro-batch instead of once."
 )
-
-
-def number(word: str) -> float:
-    """Return 80e9 for "80G" and 3e11 for "300e9"; an argument type.  More than 0."""
-    factor = SUFFIXES.get(word[-1:].upper(), 1)
-    try:
-        value = float(Decimal(word[:-1] if factor > 1 else word) * factor)
-    except InvalidOperation:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number, such as 80G") from None
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{word} is not more than 0")
-    return value
 
 
 def pair(separator: str, kind: type) -> Callable[[str], tuple[Any, Any]]:
@@ -217,12 +210,12 @@ def parser() -> argparse.ArgumentParser:
     add("--hosts", type=pair("x", int), metavar="HxG",
         help=f"hosts, and GPUs on each; default: {HOSTS}x{ON_EACH}, or hosts of {ON_EACH} for"
         " --ranks")  # fmt: skip
-    add("--gpu-memory", type=number, default=80e9, metavar="BYTES", help="default: 80G")
-    add("--flops", type=number, default=150e12, metavar="N",
+    add("--gpu-memory", type=cli.number, default=80e9, metavar="BYTES", help="default: 80G")
+    add("--flops", type=cli.number, default=150e12, metavar="N",
         help="operations a second that a GPU reaches; default: 150T")  # fmt: skip
     add("--links", type=pair(":", float), default=(250.0, 25.0), metavar="W:B",
         help="GB/s of a rank within a host and between hosts; default: 250:25")  # fmt: skip
-    add("--tokens", type=number, default=300e9, metavar="N", help="of a run; default: 300G")
+    add("--tokens", type=cli.number, default=300e9, metavar="N", help="of a run; default: 300G")
     add("--rows", type=positive, default=10, help="layouts to list; default: %(default)s")
     return parse
 

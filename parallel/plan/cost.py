@@ -1,4 +1,4 @@
-"""What a layout keeps, sends and takes, of the rank with the most."""
+"""The memory, the traffic and the time of a candidate, for the rank with the most."""
 
 from __future__ import annotations
 
@@ -6,29 +6,26 @@ import math
 from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate, chain
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from collectives import Communicator, even_counts
+from collectives import even_counts
 from parallel.accounts import PredictedCall
-from parallel.actions import Action
+from parallel.layout import divide
 from parallel.mesh import Mesh
 from parallel.nn import Activations, ArraySpec, LayerTraffic, Model, gpt
-from parallel.optim.formulas import state_bytes
-from parallel.pipeline import SCHEDULES, Times, make
-from parallel.pipeline.formulas import round_size
-from parallel.pipeline.schedule import computations
-from parallel.plan.layouts import RECOMPUTE, Job, Layout, Machine
-from parallel.plan.ranks import Planned
+from parallel.optim import state_bytes
+from parallel.pipeline import SCHEDULES, Times, actions, computations, make
+from parallel.pipeline.schedules import round_size
+from parallel.plan.candidates import RECOMPUTE, Candidate, Job, Machine
 from parallel.sharding import Sharding
-from parallel.stages import divide
 
 BFLOAT16 = np.dtype(np.float16)  # any two-byte dtype: updates are made in float32
 
 
 class Cost(NamedTuple):
-    """The cost of a layout.  Bytes and seconds are of one rank and step.
+    """The cost of a candidate.  Bytes and seconds are of one rank and step.
 
     Attributes
     ----------
@@ -41,7 +38,7 @@ class Cost(NamedTuple):
     bubble : float
         The bubble as a fraction of the time for which ranks compute.
     seconds : float
-        Of a step: what tensor and data ranks send is not hidden behind computation.
+        The time of a step.  Messages of tensor and data ranks are not hidden behind computation.
     """
 
     kept: dict[str, int]
@@ -74,9 +71,9 @@ class Divided(NamedTuple):
 def divided(job: Job, tensor: int, micro_batch: int, recompute: str) -> Divided:
     """Return the model of a job for `tensor` ranks, with sequence parallelism if these are several.
 
-    All stages are in it: those of a pipeline have a part of its layers.
+    All stages are in it; a stage of a pipeline has a part of its layers.
     """
-    mesh = Mesh(cast(Communicator, Planned(tensor)), tensor=tensor)
+    mesh = Mesh(None, tensor=tensor)
     model = gpt(
         num_layers=job.num_layers, hidden=job.hidden, num_heads=job.num_heads,
         context=job.context, vocab_size=job.vocab_size, recompute=RECOMPUTE[recompute],
@@ -87,57 +84,57 @@ def divided(job: Job, tensor: int, micro_batch: int, recompute: str) -> Divided:
     return Divided(model, model.activation_bytes(tokens), model.traffic(tokens), message)
 
 
-def cost_of(job: Job, layout: Layout, machine: Machine) -> Cost:
-    """Return what the rank with the most of it keeps, sends and takes in a step.
+def cost_of(job: Job, candidate: Candidate, machine: Machine) -> Cost:
+    """Return the most that a rank keeps, sends and takes in a step.
 
     Examples
     --------
-    >>> from parallel.plan import Job, Layout, Machine, cost_of
+    >>> from parallel.plan import Job, Candidate, Machine, cost_of
     >>> job, machine = Job(24, 2048, 16, batch=64), Machine(1, 8)
-    >>> cost = cost_of(job, Layout(pipe=1, data=1, tensor=8, zero=1, micro_batch=4), machine)
+    >>> cost = cost_of(job, Candidate(pipe=1, data=1, tensor=8, zero=1, micro_batch=4), machine)
     >>> f"{cost.states / 1e9:.2f} GB"
     '2.91 GB'
     """
-    info, m = SCHEDULES[layout.schedule], layout.num_micro_batches(job)
+    info, m = SCHEDULES[candidate.schedule], candidate.num_micro_batches(job)
     chunks = info.num_chunks
-    whole = divided(job, layout.tensor, layout.micro_batch, layout.recompute)
-    stages = divide(list(whole.model.layers), layout.pipe * chunks)
-    places = [  # the layers of each rank along the pipeline, by stage
-        [stages[place + chunk * layout.pipe] for chunk in range(chunks)]
-        for place in range(layout.pipe)
+    whole = divided(job, candidate.tensor, candidate.micro_batch, candidate.recompute)
+    stages = divide(list(whole.model.layers), candidate.pipe * chunks)
+    ranks = [  # the layers of each rank along the pipeline, by stage
+        [stages[rank + chunk * candidate.pipe] for chunk in range(chunks)]
+        for rank in range(candidate.pipe)
     ]
-    all_layers = [[name for stage in place for name in stage] for place in places]
+    all_layers = [[name for stage in rank for name in stage] for rank in ranks]
     seconds, exposed = zip(
-        *(times(job, layout, machine, whole, layers) for layers in all_layers), strict=True
+        *(times(job, candidate, machine, whole, layers) for layers in all_layers), strict=True
     )
     slowest = max(seconds)
     third = slowest / 3 / chunks  # F, I and W of a stage
-    bubble = float(info.bubble.of(layout.pipe, m, chunks, Times(third, third, third)))
-    sent = sent_by_axis(layout, m, chunks, whole, all_layers)
-    of_data = sent["data"] / bandwidth(layout, machine, "data")
+    bubble = float(info.bubble.of(candidate.pipe, m, chunks, Times(third, third, third)))
+    sent = sent_by_axis(candidate, m, chunks, whole, all_layers)
+    of_data = sent["data"] / bandwidth(candidate, machine, "data")
     return Cost(
         max(
-            (kept_by(layout, whole.model, layers) for layers in all_layers),
+            (kept_by(candidate, whole.model, layers) for layers in all_layers),
             key=lambda kept: sum(kept.values()),
         ),
-        activations(layout, m, whole, stages),
+        activations(candidate, m, whole, stages),
         sent,
         bubble / (m * slowest),
         m * slowest + bubble + max(exposed) * m + of_data,
     )
 
 
-def kept_by(layout: Layout, model: Model, layers: list[str]) -> dict[str, int]:
+def kept_by(candidate: Candidate, model: Model, layers: list[str]) -> dict[str, int]:
     """Return the bytes that a rank with some layers keeps from step to step, by category."""
     size = num_elements(model, layers)
-    part = max(even_counts(size, layout.data))
-    return state_bytes(size, part, BFLOAT16, sharded=Sharding.zero(layout.zero).divided)
+    part = max(even_counts(size, candidate.data))
+    return state_bytes(size, part, BFLOAT16, sharded=Sharding.zero(candidate.zero).divided)
 
 
 def num_elements(model: Model, layers: list[str], summed: str | None = None) -> int:
     """Return the number of elements of the units that some layers use.
 
-    If `summed` is an axis, of those whose gradients are summed along it.
+    If `summed` is an axis, only units with gradients that are summed along it count.
     """
     units = {unit for name in layers for unit in model.units_of(name)}
     if summed is not None:
@@ -146,7 +143,9 @@ def num_elements(model: Model, layers: list[str], summed: str | None = None) -> 
     return sum(model.unit_sizes[unit] for unit in units)
 
 
-def activations(layout: Layout, m: int, whole: Divided, stages: Sequence[Sequence[str]]) -> float:
+def activations(
+    candidate: Candidate, m: int, whole: Divided, stages: Sequence[Sequence[str]]
+) -> float:
     """Return the most bytes of activations that a rank keeps at a time, by its list of actions."""
     changes = {
         (i, kind): [change for name in order for change in whole.activations[name].changes(kind)]
@@ -155,59 +154,61 @@ def activations(layout: Layout, m: int, whole: Divided, stages: Sequence[Sequenc
         for order in [layers if kind == "F" else layers[::-1]]
     }
     of_ranks = (
-        chain.from_iterable(changes[action.stage, action.kind] for action in computations(actions))
-        for actions in lists(layout.schedule, layout.pipe, m)
+        chain.from_iterable(
+            changes[action.stage, action.letter] for action in computations(actions)
+        )
+        for actions in lists(candidate.schedule, candidate.pipe, m)
     )
     return float(max(max(accumulate(of_rank)) for of_rank in of_ranks))
 
 
 @cache
-def lists(schedule: str, num_ranks: int, m: int) -> tuple[tuple[Action, ...], ...]:
-    """Return the actions of each rank on some of `m` micro-batches, enough to keep the most.
+def lists(schedule: str, num_ranks: int, m: int) -> tuple[tuple[actions.Action, ...], ...]:
+    """Return the actions of each rank on as many of `m` micro-batches as it takes to keep the most.
 
-    That is in the first three rounds, after which the lists of `SCHEDULES_TRIED` repeat.
+    These are the micro-batches of the first three rounds: the lists of `SCHEDULES_TRIED` repeat.
     """
     of_round = round_size(num_ranks, m)
     return make(schedule, num_ranks, min(m, 3 * of_round)).actions
 
 
 def sent_by_axis(
-    layout: Layout, m: int, chunks: int, whole: Divided, all_layers: list[list[str]]
+    candidate: Candidate, m: int, chunks: int, whole: Divided, all_layers: list[list[str]]
 ) -> dict[str, float]:
     """Return the most bytes that a rank sends along each axis in a step, but for loss and norm."""
     model, size = whole.model, max(num_elements(whole.model, layers) for layers in all_layers)
-    num_calls = {1: 2, 2: m + 1, 3: 3 * m}[layout.zero]
+    num_calls = {1: 2, 2: m + 1, 3: 3 * m}[candidate.zero]
     return {
         "tensor": max(
-            m * sent_within(whole, layers, layout.tensor)
-            + sent_for_sums(num_elements(model, layers, "tensor"), layout)
+            m * sent_within(whole, layers, candidate.tensor)
+            + sent_for_sums(num_elements(model, layers, "tensor"), candidate)
             for layers in all_layers
         ),
-        "data": num_calls * size * BFLOAT16.itemsize * (layout.data - 1) / layout.data,
-        "pipe": float(m * whole.message * num_neighbours(layout.pipe, chunks)),
+        "data": num_calls * size * BFLOAT16.itemsize * (candidate.data - 1) / candidate.data,
+        "pipe": float(m * whole.message * num_neighbours(candidate.pipe, chunks)),
     }
 
 
 def num_neighbours(num_ranks: int, chunks: int) -> int:
-    """Return the most stages to which a rank sends: those beside its own, if on other ranks."""
+    """Return the most stages to which a rank sends: the neighbors of its stages on other ranks."""
     last = num_ranks * chunks - 1
     stages = [range(rank, last + 1, num_ranks) for rank in range(num_ranks * (num_ranks > 1))]
     return max((sum((s > 0) + (s < last) for s in mine) for mine in stages), default=0)
 
 
-def sent_for_sums(size: int, layout: Layout) -> float:
-    """Return the bytes that a rank sends to sum gradients of so many elements along ``tensor``.
+def sent_for_sums(size: int, candidate: Candidate) -> float:
+    """Return the bytes that a rank sends to sum gradients of `size` elements along ``tensor``.
 
     Ranks along ``data`` divide them first.
     """
-    part = max(even_counts(size, layout.data))
+    part = max(even_counts(size, candidate.data))
     call = PredictedCall("", "all_reduce", "ring", part, BFLOAT16.itemsize)
-    return bytes_of(call, layout.tensor)
+    return bytes_of(call, candidate.tensor)
 
 
 def sent_within(whole: Divided, layers: list[str], num_ranks: int) -> float:
     """Return the bytes that a rank sends in some layers for a micro-batch."""
-    calls = [call for name in layers for each in whole.traffic[name] for call in each]
+    calls = (call for name in layers for direction in whole.traffic[name] for call in direction)
     return sum((bytes_of(call, num_ranks) for call in calls), 0.0)
 
 
@@ -219,36 +220,37 @@ def bytes_of(call: PredictedCall, num_ranks: int) -> float:
 
 
 def times(
-    job: Job, layout: Layout, machine: Machine, whole: Divided, layers: list[str]
+    job: Job, candidate: Candidate, machine: Machine, whole: Divided, layers: list[str]
 ) -> tuple[float, float]:
     """Return the seconds of a micro-batch in some layers: of computation, and of their messages."""
     flops = 0.0
     for name in layers:
-        of_matrices, of_scores = forward_flops(job, layout, whole.model, name)
+        of_matrices, of_scores = forward_flops(job, candidate, whole.model, name)
         is_block = name.startswith("block")
         again = {"none": 0.0, "attention": of_scores, "all": (of_matrices + of_scores) * is_block}
-        flops += 3 * (of_matrices + of_scores) + again[layout.recompute]
-    sent = sent_within(whole, layers, layout.tensor)
-    exposed = sent / bandwidth(layout, machine, "tensor") if layout.tensor > 1 else 0.0
+        flops += 3 * (of_matrices + of_scores) + again[candidate.recompute]
+    sent = sent_within(whole, layers, candidate.tensor)
+    exposed = sent / bandwidth(candidate, machine, "tensor") if candidate.tensor > 1 else 0.0
     return flops / machine.flops, exposed
 
 
-def forward_flops(job: Job, layout: Layout, model: Model, layer: str) -> tuple[float, float]:
-    """Return the operations of a layer forward on a micro-batch, of one rank along ``tensor``.
+def forward_flops(job: Job, candidate: Candidate, model: Model, layer: str) -> tuple[float, float]:
+    """Return the operations of matrices and of attention in a layer, forward on a micro-batch.
 
-    Two for each element of a matrix and each token, and four for each score of attention and each
-    element of a head.
+    They are the operations of one rank along ``tensor``, for the `model` of a `job` that is divided
+    as a `candidate` says: two for each element of a matrix and each token, and four for each score
+    of attention and each element of a head.
     """
-    tokens = layout.micro_batch * job.context
+    tokens = candidate.micro_batch * job.context
     units = model.units_of(layer) if layer != "embedding" else ()
     specs = {name: x for unit in units for name, x in model.shapes[unit].items()}
     matrices = sum(math.prod(shape) for shape in specs.values() if len(shape) > 1)
     biases = sum(math.prod(s) for n, s in specs.items() if n.endswith("bias") and len(s) > 1)
-    of_scores = 4.0 * tokens * job.context * job.hidden / layout.tensor
+    of_scores = 4.0 * tokens * job.context * job.hidden / candidate.tensor
     return 2.0 * tokens * (matrices - biases), of_scores * layer.startswith("block")
 
 
-def bandwidth(layout: Layout, machine: Machine, axis: str) -> float:
+def bandwidth(candidate: Candidate, machine: Machine, axis: str) -> float:
     """Return the bytes a second along an axis; ``tensor`` is the fastest axis, then ``data``."""
-    ends = {"tensor": layout.tensor, "data": layout.tensor * layout.data}
+    ends = {"tensor": candidate.tensor, "data": candidate.tensor * candidate.data}
     return machine.within if ends[axis] <= machine.ranks_per_host else machine.between

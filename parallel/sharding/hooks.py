@@ -14,16 +14,17 @@ from functools import partial
 import numpy as np
 
 from collectives import even_counts
-from parallel import placement
-from parallel.accounts.calls import PredictedCall
+from parallel.accounts import PredictedCall
+from parallel.mesh import split
 from parallel.nn import Array
-from parallel.optim import dtype_of, master_dtype
+from parallel.optim import Optimizer, dtype_of, master_dtype
 from parallel.sharding.collective import (
+    Arrays,
     Axes,
     CommHook,
     Completion,
-    Group,
     HookState,
+    View,
     copy_rounded,
     ignore_overflow,
     predicted_sum,
@@ -40,7 +41,7 @@ from parallel.sharding.quantization import (
 )
 
 TWO_BYTES = ("float16", "bfloat16")
-ALL_TO_ALL, ALL_GATHER = "linear", "ring"  # algorithms
+ALL_TO_ALL, ALL_GATHER = "linear", "ring"  # their algorithms
 
 
 class GeneratorHook(CommHook):
@@ -48,16 +49,16 @@ class GeneratorHook(CommHook):
 
     @abstractmethod
     def run(
-        self, group: Group, bucket: str, flat: Array, axes: Axes
+        self, arrays: Arrays, bucket: str, flat: Array, axes: Axes
     ) -> Iterator[Callable[[], object]]:
-        """Replace `flat` by its sum; yield what each ``group.start_call`` returns, as in `start`.
+        """Replace `flat` by its sum; yield what each ``arrays.start_call`` returns, as in `start`.
 
-        Backward and the other buckets of the `group` continue then; `bucket` and `axes` are as in
-        `start`.  Every rank must make the same calls in the same order.
+        Backward and the other buckets continue at each yield.  `arrays`, `bucket` and `axes` are as
+        in `start`.  Every rank must make the same calls in the same order.
         """
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
-        return advance(self.run(group, bucket, flat, axes))
+    def start(self, arrays: Arrays, bucket: str, flat: Array, axes: Axes) -> Completion:
+        return advance(self.run(arrays, bucket, flat, axes))
 
 
 def advance(run: Iterator[Callable[[], object]]) -> Completion:
@@ -93,23 +94,23 @@ class HalfPrecision(CommHook):
             raise ValueError(f"dtype is {dtype!r}: it must be {' or '.join(TWO_BYTES)}")
         self.dtype = dtype_of(dtype)
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
-        return start_sum(group, axes, flat, self.dtype)
+    def start(self, arrays: Arrays, bucket: str, flat: Array, axes: Axes) -> Completion:
+        return start_sum(arrays, axes, flat, self.dtype)
 
-    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        return [predicted_sum(group, phase, group.bucket_size(bucket), axes, self.dtype)]
+    def traffic(self, view: View, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        return [predicted_sum(view, phase, view.bucket_size(bucket), axes, self.dtype)]
 
-    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
-        return rounded_bytes(group, group.bucket_size(bucket), self.dtype)
+    def buffer_bytes(self, view: View, bucket: str, axes: Axes) -> int:
+        return rounded_bytes(view, view.bucket_size(bucket), self.dtype)
 
 
 class Int8Blocks(GeneratorHook):
     """Sum gradients quantized to eight bits, with a scale for every `block` elements.
 
-    Rank d owns a part of n(d) elements of a bucket.  The others send it their values of this part,
-    quantized; it adds them in float32 and sends the quantized sum to all.  So an element is rounded
-    twice, for any number of ranks: on its way to the owner, by at most half a scale on each of the
-    p - 1 other ranks, and on its way back.
+    Rank d owns a part of n(d) elements of a bucket.  The other ranks send their quantized values of
+    this part to the owner, which adds them in float32 and sends the quantized sum to all.  So an
+    element is rounded twice, for any number of ranks: on its way to the owner, by at most half a
+    scale on each of the p - 1 other ranks, and on its way back.
 
     An all-to-all and an all-gather each send (p-1) (n(d) + 4 ceil(n(d) / block)) bytes, summed over
     d.  Raises ValueError for a `block` of less than 1.
@@ -120,60 +121,60 @@ class Int8Blocks(GeneratorHook):
         self.block = block
 
     def run(
-        self, group: Group, bucket: str, flat: Array, axes: Axes
+        self, arrays: Arrays, bucket: str, flat: Array, axes: Axes
     ) -> Iterator[Callable[[], object]]:
-        sizes, me, xp = self._sizes(group, bucket, axes), group.mesh.index(axes), group.xp
-        parts = placement.split(flat, even_counts(flat.shape[0], len(sizes)))
+        sizes, me, xp = self._sizes(arrays.view, bucket, axes), arrays.view.index(axes), arrays.xp
+        parts = split(flat, even_counts(flat.shape[0], len(sizes)))
         others = [quantize(part, self.block) for part in [*parts[:me], *parts[me + 1 :]]]
-        sent = group.memory.track("buffers", xp.concat([xp.empty(0, dtype=np.uint8), *others]))
+        sent = arrays.memory.track("buffers", xp.concat([xp.empty(0, dtype=np.uint8), *others]))
         del others
-        received = group.new_buffer("buffers", (len(parts) - 1) * sizes[me], np.uint8)
+        received = arrays.new_buffer("buffers", (len(parts) - 1) * sizes[me], np.uint8)
         options = {"out": received, "counts": without_own(sizes), "algorithm": ALL_TO_ALL}
-        yield group.start_call(axes, "all_to_all", sent, **options)
+        yield arrays.start_call(axes, "all_to_all", sent, **options)
         total = self._sum(parts[me], received.reshape(len(parts) - 1, sizes[me]))
-        mine = group.memory.track("buffers", quantize(total, self.block))
-        whole = group.new_buffer("buffers", sum(sizes), np.uint8)
+        mine = arrays.memory.track("buffers", quantize(total, self.block))
+        whole = arrays.new_buffer("buffers", sum(sizes), np.uint8)
         options = {"out": whole, "counts": sizes, "algorithm": ALL_GATHER}
-        yield group.start_call(axes, "all_gather", mine, **options)
-        for part, packed in zip(parts, placement.split(whole, sizes), strict=True):
+        yield arrays.start_call(axes, "all_gather", mine, **options)
+        for part, packed in zip(parts, split(whole, sizes), strict=True):
             copy_rounded(part, dequantize(packed, part.shape[0], self.block))
 
     @ignore_overflow
     def _sum(self, own: Array, others: Array) -> Array:
-        """Return the float32 sum of a part and the quantized parts of the others."""
+        """Return the float32 sum of a part and the quantized parts of the other ranks."""
         total = own.astype(np.float32)
         for packed in others:
             total += dequantize(packed, own.shape[0], self.block)
         return total
 
-    def _sizes(self, group: Group, bucket: str, axes: Axes) -> tuple[int, ...]:
+    def _sizes(self, view: View, bucket: str, axes: Axes) -> tuple[int, ...]:
         """Return the bytes of each rank's quantized part of a bucket."""
-        counts = even_counts(group.bucket_size(bucket), group.mesh.size_of(axes))
+        counts = even_counts(view.bucket_size(bucket), view.mesh.size_of(axes))
         return tuple(quantized_bytes(n, self.block) for n in counts)
 
-    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        sizes = self._sizes(group, bucket, axes)
+    def traffic(self, view: View, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        sizes = self._sizes(view, bucket, axes)
         table = without_own(sizes)
         return [
-            group.predicted(phase, "all_to_all", table, axes, itemsize=1, algorithm=ALL_TO_ALL),
-            group.predicted(phase, "all_gather", sizes, axes, itemsize=1, algorithm=ALL_GATHER),
+            view.predicted(phase, "all_to_all", table, axes, itemsize=1, algorithm=ALL_TO_ALL),
+            view.predicted(phase, "all_gather", sizes, axes, itemsize=1, algorithm=ALL_GATHER),
         ]
 
-    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+    def buffer_bytes(self, view: View, bucket: str, axes: Axes) -> int:
         """Return the bytes sent and received in the first call, then in the second."""
-        sizes = self._sizes(group, bucket, axes)
-        return 2 * sum(sizes) + (len(sizes) - 1) * sizes[group.mesh.index(axes)]
+        sizes = self._sizes(view, bucket, axes)
+        return 2 * sum(sizes) + (len(sizes) - 1) * sizes[view.index(axes)]
 
 
 class OuterMomentum(CommHook):
-    """Update the common model by the mean of what ranks have changed, with Nesterov momentum.
+    """Update the common model by the mean of the ranks' changes, with Nesterov momentum.
 
-    Douillard et al. 2023 (DiLoCo).  With the common model x, what the ranks have made of it, and d,
-    the mean over ranks of the difference: v = m v + d, then x -= lr (d + m v), and ranks continue
-    from x.  `lr` 1 without momentum is the mean of all ranks' parameters (McMahan et al. 2017).
+    Douillard et al. 2023 (DiLoCo).  With the common model x, and d, the mean over ranks of x minus
+    the parameters of the rank: v = m v + d, then x -= lr (d + m v), and all ranks continue from x.
+    `lr` 1 without momentum is the mean of all ranks' parameters (McMahan et al. 2017).
 
-    The outer learning rate, `lr`, is more than 0, and `momentum` at least 0 and less than 1; others
-    raise ValueError.
+    The outer learning rate, `lr`, is more than 0, and `momentum` at least 0 and less than 1; other
+    values raise ValueError.
     """
 
     collectives = ("all_reduce",)
@@ -188,25 +189,25 @@ class OuterMomentum(CommHook):
         self.common: dict[str, Array] = {}  # x and v of each unit
         self.velocity: dict[str, Array] = {}
 
-    def allocate(self, group: Group) -> None:
-        for unit, n in group.unit_sizes.items():
-            for arrays in (self.common, self.velocity):
-                arrays[unit] = group.new_buffer("buffers", n, master_dtype(group.dtype))
-            self.common[unit][...] = group.parameters[unit]
+    def allocate(self, arrays: Arrays) -> None:
+        for unit, n in arrays.view.unit_sizes.items():
+            for kept in (self.common, self.velocity):
+                kept[unit] = arrays.new_buffer("buffers", n, master_dtype(arrays.view.dtype))
+            self.common[unit][...] = arrays.parameters[unit]
 
-    def state(self, group: Group) -> HookState:
+    def state(self, optimizer: Optimizer) -> HookState:
         """Return the common model, and the states of each rank's own optimizer."""
         common = flattened({"common": self.common, "velocity": self.velocity})
-        return HookState(common, own=flattened(group.optimizer.states))
+        return HookState(common, own=flattened(optimizer.states))
 
-    def state_bytes(self, group: Group) -> int:
-        return sum(2 * self.buffer_bytes(group, unit, ()) for unit in group.unit_sizes)
+    def state_bytes(self, view: View) -> int:
+        return sum(2 * self.buffer_bytes(view, unit, ()) for unit in view.unit_sizes)
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
+    def start(self, arrays: Arrays, bucket: str, flat: Array, axes: Axes) -> Completion:
         """Start to replace this rank's values of a unit, `flat`, by the next common model's."""
-        changed = group.memory.track("buffers", self.common[bucket] - flat)
-        wait = group.start_call(axes, "all_reduce", changed, op="sum", out=changed)
-        return partial(self._finish, wait, bucket, flat, 1 / group.mesh.size_of(axes))
+        changed = arrays.memory.track("buffers", self.common[bucket] - flat)
+        wait = arrays.start_call(axes, "all_reduce", changed, op="sum", out=changed)
+        return partial(self._finish, wait, bucket, flat, 1 / arrays.view.mesh.size_of(axes))
 
     def _finish(self, wait: Callable[[], Array], unit: str, flat: Array, factor: float) -> None:
         mean, x, v = wait() * factor, self.common[unit], self.velocity[unit]
@@ -215,14 +216,14 @@ class OuterMomentum(CommHook):
         x -= self.lr * (mean + self.momentum * v)
         flat[...] = x
 
-    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        size, dtype = group.unit_sizes[bucket], master_dtype(group.dtype)
-        return [predicted_sum(group, phase, size, axes, dtype)]
+    def traffic(self, view: View, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        size, dtype = view.unit_sizes[bucket], master_dtype(view.dtype)
+        return [predicted_sum(view, phase, size, axes, dtype)]
 
-    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
-        return group.unit_sizes[bucket] * master_dtype(group.dtype).itemsize
+    def buffer_bytes(self, view: View, bucket: str, axes: Axes) -> int:
+        return view.unit_sizes[bucket] * master_dtype(view.dtype).itemsize
 
 
 def flattened(arrays: Mapping[str, Mapping[str, Array]]) -> dict[str, Array]:
     """Return arrays by names such as ``velocity.block0``."""
-    return {f"{kind}.{unit}": x for kind, each in arrays.items() for unit, x in each.items()}
+    return {f"{kind}.{unit}": x for kind, by_unit in arrays.items() for unit, x in by_unit.items()}

@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from parallel import placement
-from parallel.accounts.calls import PredictedCall
+from parallel.accounts import PredictedCall
+from parallel.mesh import length, split
 from parallel.nn import Array, ParameterSpec, namespace_of, split_flat
-from parallel.optim import master_dtype
+from parallel.optim import Optimizer, master_dtype
 from parallel.sharding.collective import (
+    Arrays,
     Axes,
-    Group,
     HookState,
+    View,
     copy_rounded,
     ignore_overflow,
     predicted_sum,
@@ -51,13 +52,13 @@ class PowerSGD(GeneratorHook):
 
     A rank keeps W columns (r + rows) bytes for each matrix: Q, and the error, which is what the
     approximation left out of its gradient.  Errors are kept without the loss scale, and a gradient
-    that overflowed does not change them.  What was sent and not used, because another gradient
+    that overflowed does not change them.  A sum that is not used, because another gradient
     overflowed or no rank used the layer, is lost.  All ranks compute the same from the same sums,
     so their processors must round in the same way.
 
     `rank` is the r of the approximation, at least 1.  With `error_feedback` the error of a rank is
-    added to its next gradient.  `seed` is that of the first Q, the same on all ranks.  A hook
-    belongs to one training run: making another with it raises ValueError.
+    added to its next gradient.  `seed` is the seed of the first Q, the same on all ranks.  A hook
+    belongs to one training run: another run with it raises ValueError.
 
     Examples
     --------
@@ -76,48 +77,48 @@ class PowerSGD(GeneratorHook):
 
     # What is kept
 
-    def allocate(self, group: Group) -> None:
+    def allocate(self, arrays: Arrays) -> None:
         if self.bases:
             raise ValueError("this PowerSGD belongs to another strategy; make one for each")
 
         def new(rows: int, columns: int) -> Array:
-            flat = group.new_buffer("buffers", rows * columns, master_dtype(group.dtype))
+            flat = arrays.new_buffer("buffers", rows * columns, master_dtype(arrays.view.dtype))
             return flat.reshape(rows, columns)
 
-        for name, matrix in self._all_matrices(group).items():
+        for name, matrix in self._all_matrices(arrays.view).items():
             first = ParameterSpec((matrix.columns, self.rank), std=1.0)
             self.bases[name] = new(*first.shape)
-            self.bases[name][...] = group.xp.asarray(first.draw(self.seed, f"basis.{name}"))
+            self.bases[name][...] = arrays.xp.asarray(first.draw(self.seed, f"basis.{name}"))
             if self.error_feedback:
                 self.errors[name] = new(matrix.rows, matrix.columns)
 
-    def state(self, group: Group) -> HookState:
+    def state(self, optimizer: Optimizer) -> HookState:
         errors = {f"error.{name}": x for name, x in self.errors.items()}
         return HookState({f"basis.{name}": x for name, x in self.bases.items()}, errors)
 
-    def state_bytes(self, group: Group) -> int:
+    def state_bytes(self, view: View) -> int:
         kept = [
             m.columns * (self.rank + m.rows * self.error_feedback)
-            for m in self._all_matrices(group).values()
+            for m in self._all_matrices(view).values()
         ]
-        return sum(kept) * master_dtype(group.dtype).itemsize
+        return sum(kept) * master_dtype(view.dtype).itemsize
 
-    def _all_matrices(self, group: Group) -> dict[str, Matrix]:
-        """Return the matrices in all buckets of a `group`."""
-        buckets = [self._split_bucket(group, bucket)[0] for bucket in group.buckets]
+    def _all_matrices(self, view: View) -> dict[str, Matrix]:
+        """Return the matrices in all buckets of a `view`."""
+        buckets = [self._split_bucket(view, bucket)[0] for bucket in view.buckets]
         return {name: matrix for matrices in buckets for name, matrix in matrices.items()}
 
-    def _split_bucket(self, group: Group, bucket: str) -> tuple[dict[str, Matrix], list[slice]]:
+    def _split_bucket(self, view: View, bucket: str) -> tuple[dict[str, Matrix], list[slice]]:
         """Return the matrices of a `bucket` to approximate, and where its other parameters are."""
         matrices: dict[str, Matrix] = {}
         others: list[slice] = []
-        stop, width = 0, master_dtype(group.dtype).itemsize
-        for unit in group.buckets[bucket]:
-            for name, shape in group.shapes(unit).items():
+        stop, width = 0, master_dtype(view.dtype).itemsize
+        for unit in view.buckets[bucket]:
+            for name, shape in view.shapes(unit).items():
                 size, rows = math.prod(shape), shape[0] if shape else 1  # a number: one row
                 start, stop = stop, stop + size
                 columns = size // rows if rows else 0
-                if self.rank * (rows + columns) * width < rows * columns * group.dtype.itemsize:
+                if self.rank * (rows + columns) * width < rows * columns * view.dtype.itemsize:
                     matrices[name] = Matrix(slice(start, stop), rows, columns)
                 else:
                     others.append(slice(start, stop))
@@ -126,36 +127,36 @@ class PowerSGD(GeneratorHook):
     # A step
 
     def run(
-        self, group: Group, bucket: str, flat: Array, axes: Axes
+        self, arrays: Arrays, bucket: str, flat: Array, axes: Axes
     ) -> Iterator[Callable[[], object]]:
-        matrices, others = self._split_bucket(group, bucket)
+        matrices, others = self._split_bucket(arrays.view, bucket)
         if not matrices:
-            yield start_sum(group, axes, flat)
+            yield start_sum(arrays, axes, flat)
             return
-        scale = group.loss_scale.value
+        scale = arrays.loss_scale.value
         gradients = {name: flat[m.part].reshape(m.rows, m.columns) for name, m in matrices.items()}
-        left, lefts = self._factors(group, {name: m.rows for name, m in matrices.items()})
-        right, rights = self._factors(group, {name: m.columns for name, m in matrices.items()})
+        left, lefts = self._factors(arrays, {name: m.rows for name, m in matrices.items()})
+        right, rights = self._factors(arrays, {name: m.columns for name, m in matrices.items()})
         exact = [flat[part] for part in others]
-        rest = group.memory.track("buffers", group.xp.concat([flat[:0], *exact]))
+        rest = arrays.memory.track("buffers", arrays.xp.concat([flat[:0], *exact]))
         for name, gradient in gradients.items():
             self._compute_p(name, gradient, scale, lefts[name])
         for x in (left, rest):
             if x.shape[0]:
-                yield start_sum(group, axes, x)
+                yield start_sum(arrays, axes, x)
         for name, gradient in gradients.items():
             self._compute_q(name, gradient, scale, lefts[name], rights[name])
-        yield start_sum(group, axes, right)
+        yield start_sum(arrays, axes, right)
         for name, gradient in gradients.items():
             self._approximate(name, gradient, lefts[name], rights[name])
-        sums = placement.split(rest, [x.shape[0] for x in exact])
+        sums = split(rest, [x.shape[0] for x in exact])
         for x, total in zip(exact, sums, strict=True):
             x[...] = total
 
-    def _factors(self, group: Group, lengths: dict[str, int]) -> tuple[Array, dict[str, Array]]:
+    def _factors(self, arrays: Arrays, lengths: dict[str, int]) -> tuple[Array, dict[str, Array]]:
         """Return one array to send, and a view (length, rank) of it for each matrix."""
         size = self.rank * sum(lengths.values())
-        flat = group.new_buffer("buffers", size, master_dtype(group.dtype))
+        flat = arrays.new_buffer("buffers", size, master_dtype(arrays.view.dtype))
         return flat, split_flat(flat, {name: (n, self.rank) for name, n in lengths.items()})
 
     def _with_error(self, name: str, gradient: Array, scale: float) -> Array:
@@ -198,22 +199,22 @@ class PowerSGD(GeneratorHook):
         is_good = xp.isfinite(lengths) & (lengths > 0)
         basis[...] = xp.where(is_good, right / xp.where(is_good, lengths, 1.0), basis)
 
-    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        sizes = self._sizes(group, bucket)
-        return [predicted_sum(group, phase, n, axes, dtype) for n, dtype in sizes if n]
+    def traffic(self, view: View, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        sizes = self._sizes(view, bucket)
+        return [predicted_sum(view, phase, n, axes, dtype) for n, dtype in sizes if n]
 
-    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+    def buffer_bytes(self, view: View, bucket: str, axes: Axes) -> int:
         """Return the bytes of P, Q and the other parameters; 0 if the bucket has no matrix."""
-        sizes = self._sizes(group, bucket)
+        sizes = self._sizes(view, bucket)
         return sum(n * dtype.itemsize for n, dtype in sizes) if sizes[0][0] else 0
 
-    def _sizes(self, group: Group, bucket: str) -> list[tuple[int, np.dtype[Any]]]:
-        """Return the number of elements and the dtype: of P, of no matrix, and of Q."""
-        matrices, others = self._split_bucket(group, bucket)
+    def _sizes(self, view: View, bucket: str) -> list[tuple[int, np.dtype[Any]]]:
+        """Return the number of elements and the dtype of P, of the other parameters, and of Q."""
+        matrices, others = self._split_bucket(view, bucket)
         return [
-            (self.rank * sum(m.rows for m in matrices.values()), master_dtype(group.dtype)),
-            (sum(map(placement.length, others)), group.dtype),
-            (self.rank * sum(m.columns for m in matrices.values()), master_dtype(group.dtype)),
+            (self.rank * sum(m.rows for m in matrices.values()), master_dtype(view.dtype)),
+            (sum(map(length, others)), view.dtype),
+            (self.rank * sum(m.columns for m in matrices.values()), master_dtype(view.dtype)),
         ]
 
 
@@ -221,8 +222,8 @@ class PowerSGD(GeneratorHook):
 def orthonormal(x: Array) -> Array:
     """Return the columns of `x` (rows, columns) made orthonormal from left to right, in float64.
 
-    By the Gram-Schmidt method, which makes each column orthogonal to those before it twice (Giraud
-    et al. 2005).  A column that depends on those before it becomes zero; NaN stays NaN.
+    The Gram-Schmidt method is applied twice to each column (Giraud et al. 2005).  A column that
+    depends on the columns before it becomes zero; NaN stays NaN.
     """
     xp = namespace_of(x)
     done = x.T.astype(np.float64, order="C")

@@ -1,4 +1,4 @@
-"""Quantize arrays to eight or four bits, and the collectives of ZeRO++ that do (Wang et al. 2023).
+"""Quantization to eight or four bits, and the collectives of ZeRO++ (Wang et al. 2023).
 
 A scale for each block limits the effect of one large value to its block (Dettmers et al. 2022).
 The same numbers give the same bytes on all ranks, in NumPy and in CuPy.
@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 
 import collectives
-from parallel import placement
-from parallel.accounts.calls import PredictedCall
-from parallel.nn import Array, namespace_of
-from parallel.sharding.collective import Axes, CommHook, Completion, Gather, Group
+from parallel.accounts import PredictedCall
+from parallel.mesh import split
+from parallel.nn import Array, namespace_of, scales_for
+from parallel.sharding.collective import Arrays, Axes, CommHook, Completion, Gather, View
 
 BLOCK = 256  # elements that share a scale: the scales add 4/256 of a byte for each element
 ALL_TO_ALL = "pairwise"  # the algorithm of the exchange
 STEPS = {8: 127, 4: 7}  # on either side of zero, by bits
 SCALE_BYTES = 4
-SMALLEST = float(np.finfo(np.float32).smallest_normal)  # a smaller scale would lose digits itself
 
 
 def quantized_bytes(num_elements: int, block: int = BLOCK, bits: int = 8) -> int:
@@ -30,7 +29,7 @@ def quantized_bytes(num_elements: int, block: int = BLOCK, bits: int = 8) -> int
 
 
 def element_bytes(num_elements: int, bits: int) -> int:
-    """Return the bytes of elements of `bits` bits.  Raise ValueError unless that is 4 or 8."""
+    """Return the bytes of elements of `bits` bits.  Raise ValueError unless `bits` is 4 or 8."""
     if bits not in STEPS:
         raise ValueError(f"numbers can be quantized to 4 or 8 bits, not {bits}")
     return -(-num_elements * bits // 8)
@@ -93,7 +92,7 @@ def scales_of(blocks: Array, steps: int) -> Array:
     # The next number below, so that the largest element times its scale is finite.
     largest = float(np.nextafter(np.finfo(np.float32).max / np.float32(steps), np.float32(0)))
     peaks = xp.maximum(xp.max(blocks, axis=1), -xp.min(blocks, axis=1))
-    scales = xp.minimum(xp.maximum(peaks / steps, SMALLEST), largest)
+    scales = xp.minimum(scales_for(peaks, steps), largest)
     scales = xp.where(xp.isfinite(peaks), scales, xp.asarray(np.nan, dtype=np.float32))
     return xp.where(peaks == 0, xp.zeros_like(peaks), scales)
 
@@ -101,7 +100,7 @@ def scales_of(blocks: Array, steps: int) -> Array:
 def dequantize(packed: Array, num_elements: int, block: int = BLOCK, bits: int = 8) -> Array:
     """Return the float32 values (`num_elements`,) of what `quantize` returned.
 
-    Raises TypeError if `packed` is not uint8, and ValueError if its shape is another.
+    Raises TypeError if `packed` is not uint8, and ValueError if its shape is wrong.
     """
     wanted, start = quantized_bytes(num_elements, block, bits), element_bytes(num_elements, bits)
     if packed.dtype != np.uint8:
@@ -127,7 +126,7 @@ def dequantize(packed: Array, num_elements: int, block: int = BLOCK, bits: int =
 def unpacked(packed: Array, counts: Sequence[int], block: int, bits: int = 8) -> list[Array]:
     """Return the float32 arrays of `counts` elements that are quantized in `packed`."""
     sizes = [quantized_bytes(n, block, bits) for n in counts]
-    parts = zip(placement.split(packed, sizes), counts, strict=True)
+    parts = zip(split(packed, sizes), counts, strict=True)
     return [dequantize(part, n, block, bits) for part, n in parts]
 
 
@@ -148,34 +147,34 @@ class QuantizedGather(Gather):
     def __init__(self, block: int = BLOCK) -> None:
         self.block = block
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
-        counts, sizes = group.counts(bucket, axes), self._sizes(group, bucket, axes)
-        packed = group.new_buffer("buffers", sum(sizes), np.uint8)
-        mine = quantize(flat[group.part(bucket, axes)], self.block)
-        wait = group.start_call(axes, "all_gather", mine, out=packed, counts=sizes)
+    def start(self, arrays: Arrays, bucket: str, flat: Array, axes: Axes) -> Completion:
+        counts, sizes = arrays.view.counts(bucket, axes), self._sizes(arrays.view, bucket, axes)
+        packed = arrays.new_buffer("buffers", sum(sizes), np.uint8)
+        mine = quantize(flat[arrays.view.part(bucket, axes)], self.block)
+        wait = arrays.start_call(axes, "all_gather", mine, out=packed, counts=sizes)
 
         def finish() -> None:
             values = unpacked(wait(), counts, self.block)
-            flat[...] = group.xp.concat(values).astype(flat.dtype)
+            flat[...] = arrays.xp.concat(values).astype(flat.dtype)
 
         return finish
 
-    def _sizes(self, group: Group, bucket: str, axes: Axes) -> tuple[int, ...]:
-        return tuple(quantized_bytes(n, self.block) for n in group.counts(bucket, axes))
+    def _sizes(self, view: View, bucket: str, axes: Axes) -> tuple[int, ...]:
+        return tuple(quantized_bytes(n, self.block) for n in view.counts(bucket, axes))
 
-    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        sizes = self._sizes(group, bucket, axes)
-        return [group.predicted(phase, "all_gather", sizes, axes, itemsize=1)]
+    def traffic(self, view: View, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        sizes = self._sizes(view, bucket, axes)
+        return [view.predicted(phase, "all_gather", sizes, axes, itemsize=1)]
 
-    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
-        return sum(self._sizes(group, bucket, axes))
+    def buffer_bytes(self, view: View, bucket: str, axes: Axes) -> int:
+        return sum(self._sizes(view, bucket, axes))
 
 
 class QuantizedExchange(CommHook):
     """Sum gradients by two quantized all-to-alls: in the group, then between groups (qgZ).
 
     After each exchange the values are added in float32.  A rank that is element (row, column) of
-    the mesh receives column's parts from its group, and its own part from its column.
+    the mesh receives the parts of its column from its group, and its own part from its column.
 
     `block` elements of `bits` bits, 8 or 4, share a scale; another number of bits raises
     ValueError.  `within` and `between` are the axes of the mesh within a group and between groups.
@@ -187,35 +186,36 @@ class QuantizedExchange(CommHook):
         quantized_bytes(0, block, bits)
         self.block, self.within, self.between, self.bits = block, within, between, bits
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
-        parts = placement.split(flat, group.counts(bucket, axes))
-        num_columns = group.mesh.size_of(self.within)
+    def start(self, arrays: Arrays, bucket: str, flat: Array, axes: Axes) -> Completion:
+        parts = split(flat, arrays.view.counts(bucket, axes))
+        num_columns = arrays.view.mesh.size_of(self.within)
         columns = [parts[column::num_columns] for column in range(num_columns)]
         with collectives.phase("within"):
-            sums = self._exchange(group, self.within, columns)
+            sums = self._exchange(arrays, self.within, columns)
         with collectives.phase("between"):
-            (total,) = self._exchange(group, self.between, [[part] for part in sums])
-        flat[group.part(bucket, axes)] = total.astype(flat.dtype)
+            (total,) = self._exchange(arrays, self.between, [[part] for part in sums])
+        flat[arrays.view.part(bucket, axes)] = total.astype(flat.dtype)
         return lambda: None
 
-    def _exchange(self, group: Group, axis: str, parts: list[list[Array]]) -> list[Array]:
-        """Send ``parts[r]`` to each rank r; return the float32 sums of what ranks sent here.
+    def _exchange(self, arrays: Arrays, axis: str, parts: list[list[Array]]) -> list[Array]:
+        """Send ``parts[r]`` to each rank r; return the float32 sums of what ranks sent to this one.
 
         What a rank would send to itself is not rounded.
         """
-        me, counts = group.mesh.index(axis), [[part.shape[0] for part in each] for each in parts]
-        table = without_own([sum(self._packed_bytes(each)) for each in counts])
-        sent = group.new_buffer("buffers", sum(table[me]), np.uint8)
-        for target, each in zip(placement.split(sent, table[me]), parts, strict=True):
+        me = arrays.view.index(axis)
+        counts = [[part.shape[0] for part in of_rank] for of_rank in parts]
+        table = without_own([sum(self._packed_bytes(of_rank)) for of_rank in counts])
+        sent = arrays.new_buffer("buffers", sum(table[me]), np.uint8)
+        for target, of_rank in zip(split(sent, table[me]), parts, strict=True):
             if target.shape[0]:
-                packed = [quantize(part, self.block, self.bits) for part in each]
-                target[...] = group.xp.concat(packed)
+                packed = [quantize(part, self.block, self.bits) for part in of_rank]
+                target[...] = arrays.xp.concat(packed)
         sizes = [row[me] for row in table]
-        received = group.new_buffer("buffers", sum(sizes), np.uint8)
+        received = arrays.new_buffer("buffers", sum(sizes), np.uint8)
         options = {"out": received, "counts": table, "algorithm": ALL_TO_ALL}
-        group.start_call((axis,), "all_to_all", sent, **options)()
+        arrays.start_call((axis,), "all_to_all", sent, **options)()
         sums = [part.astype(np.float32) for part in parts[me]]
-        for source in placement.split(received, sizes):
+        for source in split(received, sizes):
             if source.shape[0]:
                 values = unpacked(source, counts[me], self.block, self.bits)
                 for total, part in zip(sums, values, strict=True):
@@ -225,24 +225,24 @@ class QuantizedExchange(CommHook):
     def _packed_bytes(self, counts: Iterable[int]) -> list[int]:
         return [quantized_bytes(n, self.block, self.bits) for n in counts]
 
-    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        """Return the call within groups, and those of each column: its parts have other sizes."""
-        sizes = self._packed_bytes(group.counts(bucket, axes))
-        inner = group.mesh.size_of(self.within)
+    def traffic(self, view: View, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        """Return the call within groups, and the calls of columns, whose parts differ in size."""
+        sizes = self._packed_bytes(view.counts(bucket, axes))
+        inner = view.mesh.size_of(self.within)
         table = without_own([sum(sizes[column::inner]) for column in range(inner)])
         options: dict[str, Any] = {"itemsize": 1, "algorithm": ALL_TO_ALL}
         within, between = (self.within,), (self.between,)
-        calls = [group.predicted(f"{phase}/within", "all_to_all", table, within, **options)]
-        for column in group.groups(between):
-            table = without_own([sizes[group.mesh.index(axes, rank)] for rank in column])
+        calls = [view.predicted(f"{phase}/within", "all_to_all", table, within, **options)]
+        for column in view.groups(between):
+            table = without_own([sizes[view.mesh.index(axes, rank)] for rank in column])
             label, options = f"{phase}/between", options | {"groups": (column,)}
-            calls.append(group.predicted(label, "all_to_all", table, between, **options))
+            calls.append(view.predicted(label, "all_to_all", table, between, **options))
         return calls
 
-    def buffer_bytes(self, group: Group, bucket: str, axes: Axes) -> int:
+    def buffer_bytes(self, view: View, bucket: str, axes: Axes) -> int:
         """Return the bytes sent and received in the first call, or in the second if it is more."""
-        sizes, mesh = self._packed_bytes(group.counts(bucket, axes)), group.mesh
+        sizes, mesh = self._packed_bytes(view.counts(bucket, axes)), view.mesh
         inner = mesh.size_of(self.within)
-        mine = sizes[mesh.index(self.within) :: inner]  # the parts of this rank's column
+        mine = sizes[view.index(self.within) :: inner]  # the parts of this rank's column
         within = sum(sizes) + (inner - 2) * sum(mine)
-        return max(within, sum(mine) + (len(mine) - 2) * mine[mesh.index(self.between)])
+        return max(within, sum(mine) + (len(mine) - 2) * mine[view.index(self.between)])

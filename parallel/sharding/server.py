@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from parallel.accounts.calls import PredictedCall
+from parallel.accounts import PredictedCall
 from parallel.nn import Array
-from parallel.sharding.collective import Axes, CommHook, Completion, Gather, Group
+from parallel.sharding.collective import Arrays, Axes, CommHook, Completion, Gather, View
 
 SERVER = 0
 
@@ -16,13 +16,13 @@ class ReduceToServer(CommHook):
 
     collectives: ClassVar[tuple[str, ...]] = ("reduce",)
 
-    def start(self, group: Group, bucket: str, flat: Array, axes: Axes) -> Completion:
-        out = flat if group.mesh.index(axes) == SERVER else None
-        return group.start_call(axes, "reduce", flat, op="sum", root=SERVER, out=out)
+    def start(self, arrays: Arrays, bucket: str, flat: Array, axes: Axes) -> Completion:
+        out = flat if arrays.view.index(axes) == SERVER else None
+        return arrays.start_call(axes, "reduce", flat, op="sum", root=SERVER, out=out)
 
-    def traffic(self, group: Group, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        size, options = group.bucket_size(bucket), {"root": SERVER, "in_place": True}
-        return [group.predicted(phase, "reduce", size, axes, **options)]
+    def traffic(self, view: View, bucket: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        size, options = view.bucket_size(bucket), {"root": SERVER, "in_place": True}
+        return [view.predicted(phase, "reduce", size, axes, **options)]
 
 
 class PushToServer(ReduceToServer):
@@ -36,9 +36,9 @@ class BroadcastFromServer(Gather):
 
     collectives = ("broadcast",)
 
-    def start(self, group: Group, unit: str, full: Array, axes: Axes) -> Completion:
-        return group.start_call(axes, "broadcast", full, root=SERVER, out=full)
+    def start(self, arrays: Arrays, unit: str, full: Array, axes: Axes) -> Completion:
+        return arrays.start_call(axes, "broadcast", full, root=SERVER, out=full)
 
-    def traffic(self, group: Group, unit: str, phase: str, axes: Axes) -> list[PredictedCall]:
-        size, options = group.unit_sizes[unit], {"root": SERVER, "in_place": True}
-        return [group.predicted(phase, "broadcast", size, axes, **options)]
+    def traffic(self, view: View, unit: str, phase: str, axes: Axes) -> list[PredictedCall]:
+        size, options = view.unit_sizes[unit], {"root": SERVER, "in_place": True}
+        return [view.predicted(phase, "broadcast", size, axes, **options)]

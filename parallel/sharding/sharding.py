@@ -33,7 +33,7 @@ class Sharding:
     divided : frozenset of str
         The categories of memory of which a rank keeps its part alone: a set of `DIVIDED`.
     reduction, gather : CommHook
-        Sum the gradients of a bucket, and gather the parameters of a unit.
+        The hooks that sum the gradients of a bucket, and gather the parameters of a unit.
     shard_axes, replica_axes : tuple of str
         The axes of the mesh along which ranks divide (without any, nothing is summed or gathered),
         and along which they keep the same parts, whose gradients are summed once a step.  A unit
@@ -45,7 +45,7 @@ class Sharding:
         Whether gathered parameters are kept from forward to backward.
     bucket_bytes : int, optional
         The most bytes of gradients of several layers that are summed together, during the last
-        backward; None: those of one layer at a time.
+        backward; None: the parameters of one layer at a time.
     find_unused_parameters : bool
         Whether layers may take no part in a step; else `Trainer.step` raises MissingGradient.  The
         gradient is zero on ranks that did not use a layer, and a layer that no rank used is not
@@ -53,10 +53,10 @@ class Sharding:
     broadcast_algorithm : str, optional
         How the initial values of rank 0 are sent; None: ranks have the same and send none.
     server : int, optional
-        The rank that has all of what is divided.
+        The rank that has all of each unit in the `divided` categories.
     every : int, optional
-        Ranks update by their own gradients, and `reduction` works on parameters, once in so many
-        steps; None: they sum the gradients of every step.
+        Ranks update by their own gradients, and `reduction` works on parameters, once in `every`
+        steps; None: ranks sum the gradients of every step.
 
     Examples
     --------
@@ -102,7 +102,7 @@ class Sharding:
         broadcast_algorithm: str = "binomial",
         axes: tuple[str, ...] = ("data",),
     ) -> Sharding:
-        """Return that of data parallelism: ranks divide batches, and each keeps the whole model.
+        """Return data parallelism: ranks divide batches, and each keeps the whole model.
 
         Li et al. 2020 (PyTorch DistributedDataParallel).  `hook`, by default `AllReduce`, sums a
         bucket of layers that are adjacent in backward while backward computes others.  With n(b)
@@ -115,8 +115,8 @@ class Sharding:
 
         That is 2 Psi (p-1)/p elements for each rank and step, for any number of micro-batches.  A
         layer larger than `bucket_bytes` (at least 1, or ValueError) is a bucket alone.
-        `find_unused_parameters` and `broadcast_algorithm` are the attributes.  `axes` are those
-        along which ranks compute different tokens; ``"context"`` may be one.
+        `find_unused_parameters` and `broadcast_algorithm` are the attributes.  `axes` are the
+        axes along which ranks compute different tokens; ``"context"`` may be one.
         """
         return cls(
             reduction=AllReduce() if hook is None else hook, shard_axes=axes,
@@ -132,12 +132,13 @@ class Sharding:
         keep_after_forward: bool = False,
         axes: tuple[str, ...] = ("data",),
     ) -> Sharding:
-        """Return that of ZeRO: ranks divide optimizer states, gradients and parameters too.
+        """Return the sharding of ZeRO: ranks divide optimizer states, gradients and parameters too.
 
         Rajbhandari et al. 2020.  Each of p ranks updates one p-th of every unit.  From `stage` 2
-        on, gradients are divided: those of a unit are summed while backward computes those of the
-        next.  In stage 3, parameters are too: a layer's are gathered while the one before it runs,
-        and freed after it has run; or after backward only, with `keep_after_forward`.
+        on, gradients are divided: the gradients of a unit are summed while backward computes the
+        next unit.  In stage 3, parameters are divided: the parameters of a layer are gathered while
+        the layer before it runs, and freed after it has run; or, with `keep_after_forward`, after
+        backward only.
 
         | stage | phase         | collective     | calls | bytes a call  |
         |-------|---------------|----------------|-------|---------------|
@@ -162,7 +163,7 @@ class Sharding:
 
     @classmethod
     def hsdp(cls, *, keep_after_forward: bool = False) -> Sharding:
-        """Return that of hybrid sharding: ZeRO-3 in groups of g ranks; G groups sum gradients.
+        """Return hybrid sharding: ZeRO-3 in groups of g ranks; the G groups sum gradients.
 
         A group is usually the ranks of one host, so that parameters are gathered within it: the
         mesh has the axes ``replicate``, of size G, and ``shard``, of size g (`choose_group_size`).
@@ -194,14 +195,14 @@ class Sharding:
 
     @classmethod
     def zeropp(cls, *, block: int = BLOCK, gradient_bits: int = 8) -> Sharding:
-        """Return that of ZeRO++: ZeRO-3 on p ranks in G groups of g, which sends quantized values.
+        """Return ZeRO++: ZeRO-3 on p ranks in G groups of g, which sends quantized values.
 
         Wang et al. 2023, on the mesh of `hsdp`.  Forward gathers parameters in int8, with a scale
         for each block of `block` elements (qwZ).  Each rank then keeps a g-th of them, so that
         backward gathers within the group (hpZ).  Gradients are exchanged in `gradient_bits`, 8 or
         4, within the group and then between groups; after each exchange they are added in float32
-        (qgZ).  With q(n) the bytes of n quantized elements, Q(unit) those of all shards of a unit,
-        and q' and Q' the same with `gradient_bits`,
+        (qgZ).  With q(n) the bytes of n quantized elements, Q(unit) the bytes of all quantized
+        shards of a unit, and q' and Q' the same with `gradient_bits`,
 
         | phase                 | collective | calls               | bytes a call               |
         |-----------------------|------------|---------------------|----------------------------|
@@ -211,7 +212,7 @@ class Sharding:
         | backward/unit/between | all_to_all | k S for each column | (G-1) q'(shards in column) |
 
         Between groups this is about a quarter of what ZeRO-3 sends in two bytes.  What is sent is
-        rounded, so losses differ from those of one rank; but all ranks compute with the same
+        rounded, so losses differ from the losses of one rank; but all ranks compute with the same
         parameters.  The paper sends gradients in four bits.
         """
         return cls(
@@ -223,7 +224,7 @@ class Sharding:
     def local_updates(
         cls, *, every: int = 10, outer_lr: float = 0.7, outer_momentum: float = 0.9
     ) -> Sharding:
-        """Return that of ranks that update alone, and agree on one model every `every` steps.
+        """Return the sharding of ranks that update alone, and average every `every` steps.
 
         Douillard et al. 2023 (DiLoCo).  A rank's gradient is the mean over its own rows; after
         `every` steps, and at the end of `Trainer.train`, all continue from a common model.
@@ -232,7 +233,7 @@ class Sharding:
         |--------------|------------|-----------------|-----------------------------------------|
         | average/unit | all_reduce | ceil(S / every) | 2 (p-1) n(unit), in the updates' dtype  |
 
-        Losses differ from those of one rank.  A checkpoint can be saved when all have the same
+        Losses differ from the losses of one rank.  A checkpoint can be saved when all have the same
         model.  There is no float16 and no offload.  `OuterMomentum` has `outer_lr` and
         `outer_momentum`.
         """
@@ -241,7 +242,7 @@ class Sharding:
 
     @classmethod
     def parameter_server(cls, server: int = 0) -> Sharding:
-        """Return that of a synchronous parameter server, on rank `server`."""
+        """Return the sharding of a synchronous parameter server on rank `server`."""
         return cls(
             DIVIDED[1], ReduceToServer(), BroadcastFromServer(), shard_axes=("data",),
             broadcast_algorithm="linear", server=server,
@@ -250,11 +251,11 @@ class Sharding:
     # What follows
 
     def of_unit(self, model: Model, unit: str) -> Sharding:
-        """Return that of a `unit` of a `model`: without the axes along which its placement divides.
+        """Return the sharding of a `unit` of a `model`: without the axes that divide the unit.
 
-        Along these, a rank's gradient of its part is complete: it has computed with this part what
-        the tokens of all ranks need of it.  If no axis is left, the rank has the unit alone:
-        nothing of it is summed, divided or gathered.
+        Along these axes, a rank's gradient of its part is complete, because the rank computes with
+        its part for the tokens of all ranks.  If no axis is left, the rank has the unit alone: the
+        unit is not summed, divided or gathered.
         """
         splits = model.split_axes_of(unit)
         if not {*splits} & {*self.axes}:
@@ -273,19 +274,19 @@ class Sharding:
 
     @property
     def row_axes(self) -> tuple[str, ...]:
-        """Those of `axes` along which ranks compute different rows, and not parts of the same."""
+        """The `axes` along which ranks compute different rows, and not parts of the same rows."""
         return tuple(axis for axis in self.axes if axis != "context")
 
     @property
     def groups(self) -> list[tuple[str, ...]]:
         """All groups of axes along which ranks communicate, in an order that all ranks know."""
         used = (self.axes, self.shard_axes, self.replica_axes, self.secondary_axes)
-        each = ((axis,) for axis in self.axes)
-        return [axes for axes in dict.fromkeys((*used, *each)) if axes]
+        alone = ((axis,) for axis in self.axes)
+        return [axes for axes in dict.fromkeys((*used, *alone)) if axes]
 
     @property
     def reduces_in_backward(self) -> bool:
-        """Whether gradients are summed while backward runs: of each micro-batch, or of the last."""
+        """Whether gradients are summed while backward runs, of each micro-batch or of the last."""
         is_bucketed = self.bucket_bytes is not None
         return bool(self.shard_axes) and ("gradients" in self.divided or is_bucketed)
 
@@ -296,15 +297,15 @@ class Sharding:
         return bool(self.shard_axes) and is_later
 
     def algorithm_sizes(self, sizes: dict[str, int]) -> dict[str, list[int]]:
-        """Return the collectives called by name, and their numbers of ranks; `sizes` by axis."""
+        """Return the numbers of ranks of each collective, by name; `sizes` are by axis."""
         gathered = self.gather.collectives if "optimizer" in self.divided else ()
         calls = [(name, self.shard_axes) for name in (*self.reduction.collectives, *gathered)]
         calls += [("all_gather", self.secondary_axes), ("all_reduce", self.replica_axes)]
-        found: dict[str, list[int]] = {}
+        divisors: dict[str, list[int]] = {}
         for collective, axes in calls:
             if axes:
-                found.setdefault(collective, []).append(math.prod(sizes[axis] for axis in axes))
-        return found
+                divisors.setdefault(collective, []).append(math.prod(sizes[axis] for axis in axes))
+        return divisors
 
     def config(self) -> dict[str, Any]:
         """Return what must be equal on all ranks."""

@@ -18,7 +18,7 @@ from bench.balance_runs import SCHEMES, Course, Run, Scheme, Settings, baseline,
 from bench.balance_summary import summaries
 from bench.docs import experts
 from moe import GATES, Gate
-from moe.gates import Ask, Chosen
+from moe.gates import Chosen, SelectionInput
 from moe.gates.selections import by_choice
 from parallel import text
 
@@ -32,8 +32,8 @@ def data() -> text.Bytes:
     return text.load(__file__)
 
 
-def to_first(ask: Ask) -> Chosen:
-    return by_choice(np.zeros((len(ask.scores), 1), np.int64))
+def to_first(group: SelectionInput) -> Chosen:
+    return by_choice(np.zeros((len(group.scores), 1), np.int64))
 
 
 def test_one_expert_for_all_is_as_uneven_as_can_be(data: text.Bytes) -> None:

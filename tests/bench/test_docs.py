@@ -63,6 +63,12 @@ def test_what_cannot_be_generated_is_said(tmp_path, capsys):
     assert "bench: <!-- algorithms:begin --> is not followed by" in capsys.readouterr().err
 
 
+def test_without_the_examples_nothing_is_generated(monkeypatch, capsys):
+    monkeypatch.setattr("bench.docs.command.find_spec", lambda name: None)
+    assert main(["docs", "--check"]) == 2
+    assert "bench: docs needs a checkout of the project" in capsys.readouterr().err
+
+
 def test_a_missing_end_marker_is_refused():
     begin, _ = markers("algorithms")
     with pytest.raises(ValueError, match="is not followed by"):

@@ -15,6 +15,7 @@ from bench.docs.provenance import provenance
 from bench.gpu import Step
 from bench.strategies import KINDS
 from collectives.launch.mpirun import MpiNotFound
+from moe import train as mixtures
 from parallel import cli, train
 
 
@@ -173,7 +174,8 @@ def test_every_step_is_a_command_that_can_be_run(no_mpi):
         assert str(options.ngpus) == name.split()[1]
     assert set(found) == (set() if no_mpi else {"collectives"})
     for words in trained:
-        options = train.parser().parse_args(words[words.index("parallel.train") + 1 :])
+        program, module = ("moe.train", mixtures) if "--moe" in words else ("parallel.train", train)
+        options = module.parser().parse_args(words[words.index(program) + 1 :])
         assert options.device == "cuda" and options.threads == (2 if no_mpi else None)
     for words in found.values():
         assert parsed(words[words.index("bench") + 1 :]).device == "cuda"

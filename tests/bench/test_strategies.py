@@ -16,8 +16,8 @@ from bench import strategies
 from bench.__main__ import main, parsed
 from bench.strategies import BATCH, KINDS, Strategies, costs, distance, numbers, refuse_batch
 from collectives.launch.mpirun import MpiNotFound, find_mpirun
-from parallel.presets import STRATEGIES
-from parallel.train import Training
+from parallel.commands.presets import STRATEGIES
+from parallel.commands.training import check_batch
 
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 TEXT = argparse.__file__
@@ -66,12 +66,9 @@ def test_a_width_that_the_heads_do_not_divide_is_refused_before_any_job(monkeypa
 def test_what_is_refused_is_what_every_job_would_refuse(ranks, parts):
     """No more and no less: at the last number that is possible, too, and the first that is not."""
     words = ["strategies", "--ranks", str(ranks), "--micro-batches", str(parts)]
-    job = SimpleNamespace(
-        options=SimpleNamespace(batch=BATCH, micro_batches=parts, mesh=None, context=1),
-        comm=SimpleNamespace(size=ranks), batch=lambda *_: None,
-    )  # fmt: skip
+    options = SimpleNamespace(batch=BATCH, micro_batches=parts, mesh=None, context=1)
     ours = fails(SystemExit, refuse_batch, parsed(words))
-    assert ours == fails(ValueError, Training.check_batch, job)
+    assert ours == fails(ValueError, check_batch, options, ranks)
 
 
 def fails(failure, function, *arguments):

@@ -15,8 +15,8 @@ import numpy as np
 from bench.oracle import expected
 from collectives import Communicator
 from parallel import Mesh, Recipe, Sharding, Trainer, checkpoint, text
-from parallel.elastic import Elastic
 from parallel.nn import gpt
+from parallel.strategies import Elastic
 from tests import scenarios
 from tests.chaos.events import EventFile
 
@@ -288,8 +288,8 @@ class Training(Workload):
         """For each unit: its name, which elements this rank updates, and their digest."""
         return [
             [unit, part.start, part.stop, digest(self.trainer.masters[unit])]
-            for unit in self.trainer.unit_sizes
-            for part in [self.trainer.shard_slice(unit)]
+            for unit in self.trainer.view.unit_sizes
+            for part in [self.trainer.view.shard_slice(unit)]
         ]
 
 

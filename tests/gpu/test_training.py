@@ -11,7 +11,7 @@ from array_api_compat import cupy as on_gpu
 import collectives
 from bench.gpu import no_mpi
 from collectives import Communicator
-from parallel.places import TO_DEVICE, TO_HOST, Place
+from parallel.optim.storage import TO_DEVICE, TO_HOST, Place
 from tests.parallel.test_offload import Make, check_predictions, places, serial, trained
 from tests.parallel.training import ddp, zero1, zero2, zero3
 
@@ -60,7 +60,7 @@ def test_losses_are_those_of_the_host_wherever_updates_are_made(
             strategy, losses = trained(make, comm, dtype=dtype, xp=on_gpu, offload=offload)
             np.testing.assert_allclose(losses, wanted, rtol=CLOSE[dtype])
             check_predictions(strategy)
-            moved = strategy.offload.place.moved
+            moved = strategy.offload.storage.moved
             crossed = moved[TO_HOST], moved[TO_DEVICE]
             assert all(crossed) is (offload is not Place)
             assert all(hasattr(x, "get") for x in strategy.parameters.values())

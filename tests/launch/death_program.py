@@ -25,12 +25,13 @@ from mpi4py import MPI  # noqa: E402, F401 - this starts MPI
 if WHEN == "in MPI":
     die()
 
-from parallel import elastic, train  # noqa: E402
+from parallel import Elastic, train  # noqa: E402
+from parallel.commands import training  # noqa: E402
 
 PLACES: dict[str, tuple[Any, str]] = {
-    "reading the text": (train.text, "load"),
-    "making the strategy": (elastic.Elastic, "__init__"),
-    "reporting": (train.RankReport, "of"),
+    "reading the text": (training.text, "load"),
+    "making the strategy": (Elastic, "__init__"),
+    "reporting": (training.RankReport, "of"),
 }
 if WHEN in PLACES:
     setattr(*PLACES[WHEN], die)

@@ -14,9 +14,10 @@ import numpy as np
 
 import collectives
 from collectives import Communicator, PeerFailed
-from parallel import Action, Mesh, Recipe, Sharding, Trainer, text
-from parallel.elastic import Elastic, ReplicaMismatch, digest
+from parallel import Mesh, RankView, Recipe, Sharding, Trainer, text
 from parallel.nn import Model, gpt
+from parallel.step import LayerBackward
+from parallel.strategies import Elastic, ReplicaMismatch, digest
 
 STEPS, BATCH, CONTEXT = 6, 24, 4
 DEATHS = {2: 2, 0: 4}  # rank of the world: step
@@ -32,10 +33,11 @@ class Killed(Elastic):
         self.me = comm.rank
         self.delays: list[float] = []
         self.failed: list[list[int]] = []
+        self.functions[LayerBackward] = self.backward_or_die
 
-    def backward(self, action: Action) -> None:
-        super().backward(action)
-        if action.part == "block1" and DEATHS.get(self.me) == self.num_steps:
+    def backward_or_die(self, action: LayerBackward) -> None:
+        self.micro_batches.backward(action)
+        if action.layer == "block1" and DEATHS.get(self.me) == self.num_steps:
             (FOLDER / f"died-{len(self.delays)}").write_text(repr(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -96,7 +98,8 @@ def left(comm: Communicator) -> None:
             rest = strategy.comm.split(color, name="data")
             if rest is None:
                 return
-            strategy.mesh = Mesh(rest)
+            mesh = Mesh(rest)
+            strategy.set_view(RankView(strategy.layout.on(mesh), mesh.rank))
         losses.append(strategy.step(*batch(step, *strategy.batch_part), BATCH * CONTEXT))
     write(comm.rank, losses=losses, digest=digest(strategy.optimizer).hex())
 

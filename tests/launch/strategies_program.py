@@ -20,8 +20,10 @@ from rich.console import Console
 import collectives
 from collectives import Communicator
 from parallel import TrafficMismatch, TrafficTable, Trainer
-from parallel.rank_report import differences
-from parallel.train import Training, parser, with_progress
+from parallel.commands.rank_report import differences
+from parallel.commands.ranks import with_progress
+from parallel.commands.training import Training
+from parallel.train import parser
 
 SMALL = (
     "--text", argparse.__file__, "--layers", "1", "--hidden", "8", "--heads", "2",

@@ -15,7 +15,7 @@ import pytest
 from bench.jobs import environment
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
-from parallel.train import main
+from moe.train import main
 from tests.launch.commands_program import BEGIN
 from tests.launch.test_strategies import EQUAL, IS_OPEN_MPI
 
@@ -91,7 +91,7 @@ def run_commands(num_ranks: int, commands: list[str]) -> list[str]:
 
 def train(num_ranks: int, words: str, file: Path) -> tuple[str, list[float]]:
     """What the training program prints on these ranks, and its losses."""
-    command = ["-m", "parallel.train", *MODEL.split(), *words.split(), "--json", str(file)]
+    command = ["-m", "moe.train", *MODEL.split(), *words.split(), "--json", str(file)]
     return run(num_ranks, command, 100), losses_in(file)
 
 
@@ -112,7 +112,8 @@ def command_of(layout: Layout, number: int, folder: Path) -> str:
     """The training program on ranks, which predicts from the routing of one rank."""
     routing = f" --routing {folder}/{number}.routing.npz" if layout.has_experts else ""
     words = f"{MODEL} {layout.model} {layout.ranks}{routing}"
-    return f"parallel.train {words} --json {folder}/{number}.json"
+    program = "moe.train" if layout.has_experts else "parallel.train"
+    return f"{program} {words} --json {folder}/{number}.json"
 
 
 @pytest.mark.timeout(430)

@@ -12,7 +12,7 @@ from bench.jobs import environment
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from collectives.launch.mpirun import find_mpirun
-from parallel.presets import STRATEGIES
+from parallel.commands.presets import STRATEGIES
 from tests.launch.strategies_program import EXACT, ROUNDED
 
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"

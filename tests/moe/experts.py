@@ -13,14 +13,16 @@ import pytest
 
 import collectives
 from collectives import Communicator
+from moe.exchange.buffers import SendBuffer
 from moe.gates import GATES, Gate
-from moe.layer import MixtureOfExperts
-from moe.log import RoutingLog, digests
-from moe.rows import SendBuffer
+from moe.layers.mixture import MixtureOfExperts
+from moe.routing import RoutingLog
 from parallel import MemoryTracker, Mesh, TrafficTable
+from parallel.mesh import span
 from parallel.nn import (
     Activations,
     ArraySpec,
+    BatchRows,
     Dropout,
     Gelu,
     Layer,
@@ -29,9 +31,8 @@ from parallel.nn import (
     Sequential,
     Step,
 )
-from parallel.nn.layer import BatchRows
 from parallel.optim import dtype_of
-from parallel.placement import span
+from tests.moe.tables import digests
 from tests.parallel.models import Bound
 from tests.parallel.split_layers import bound_by_name, check_halves
 

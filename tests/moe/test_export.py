@@ -10,25 +10,25 @@ from collectives import Communicator
 from collectives.export import Machine, goal
 from moe import moe_gpt
 from parallel import Mesh, Recipe, Sharding, Trainer, step_tasks
-from parallel.runtime.prediction import RunSize
+from parallel.predict import RunSize
 from tests.export.goal_reader import read, run
-from tests.moe.test_plan import CONTEXT, PARTS, ROWS, job_of, mixtures, routed
+from tests.moe.test_plan import CONTEXT, PARTS, ROWS, mixtures, routed, step_of
 
 
 @pytest.mark.parametrize("axes", [{"pipe": 2, "data": 1, "expert": 2}, {"data": 2, "expert": 2}])
 def test_a_step_has_exactly_the_predicted_messages(axes: dict[str, int]) -> None:
-    job = job_of(routed("switch"), "switch")
+    step = step_of(routed("switch"), "switch")
 
     def fn(comm: Communicator) -> Trainer:
         mesh = Mesh(comm, **axes)
-        model = moe_gpt(**job.model, mesh=mesh)
+        model = moe_gpt(**step.model, mesh=mesh)
         for layer in mixtures(model):
-            layer.expected = job.log
+            layer.expected = step.log
         sharding = Sharding.ddp(axes=("data", "expert"))
         return Trainer(mesh, model, Recipe(num_micro_batches=PARTS), sharding=sharding)
 
     trainer = collectives.run(fn, size=4, timeout=60)[0]
-    ranks = step_tasks(trainer, Machine({}), batch=(ROWS, CONTEXT))
+    ranks = step_tasks(trainer.layout, Machine({}), batch=(ROWS, CONTEXT))
     found = np.zeros((2, 4, 4), np.int64)
     for ends, sizes in run(read(goal.lines(ranks))).items():
         found[:, *ends] = len(sizes), sum(sizes)

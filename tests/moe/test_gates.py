@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from moe.gates import GATES, RULES, Balance, Gate, Gated
-from moe.gates.losses import GroupOfTokens, Importance, Load, RouterZ, squared_variation
+from moe.gates.losses import Importance, Load, LossInput, RouterZ, squared_variation
 from moe.gates.scores import SIGMOID, SOFTMAX
 from moe.gates.selections import expert_choice, random_second
-from moe.layer import MixtureOfExperts
-from moe.log import RoutingLog
-from moe.routing import Routing, digest, joined, slots_of
+from moe.layers.mixture import MixtureOfExperts
+from moe.routing import Routing, joined, slots_of
+from moe.routing.log import RoutingLog
 from parallel import Mesh
 from tests.moe.experts import DIM, STEP_NUMBER, Setup, alone, mlp
 from tests.moe.experts import ROWS as SETUP_ROWS
+from tests.moe.tables import digest
 
 TOKENS, EXPERTS, ROWS = 24, 4, 6
 OPTIONS: dict[str, dict[str, Any]] = {"sigmoid": {"num_nodes": 2, "most_nodes": 1}}
@@ -335,7 +336,7 @@ def test_all_ranks_have_the_same_configuration(name: str) -> None:
 
 def test_balance_is_least_for_equal_loads() -> None:
     """E sum f P is 1 if all are equal, and E if all tokens choose one expert for sure."""
-    even = GroupOfTokens(
+    even = LossInput(
         np.zeros((8, 4)), np.zeros((8, 4)), np.full((8, 4), 0.25), np.full(4, 2), np.full(4, 2), 1
     )
     assert Balance(4.0)(even).value == pytest.approx(1)

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from moe import generate
-from moe.inference import Counted
-from parallel import train
+from moe import generate, train
+from moe.models.inference import Counted
 from parallel.nn import Array, Step
 
 SMALL = ["--layers", "2", "--hidden", "16", "--heads", "2", "--context", "24", "--experts", "4"]

@@ -14,8 +14,8 @@ import pytest
 import collectives
 from collectives import Communicator
 from moe import GATES, RoutingLog, mixtures, moe_gpt
-from moe.gpt import gate_by_name
-from moe.inference import bytes_read, count_reads, without_capacity
+from moe.models.gpt import gate_by_name
+from moe.models.inference import bytes_read, count_reads, without_capacity
 from parallel import Mesh, Sharding, TrafficMismatch, TrafficTable, Trainer, checkpoint, gpt
 from parallel.inference import Inference, generate
 from parallel.nn import Linear, Model

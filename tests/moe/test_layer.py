@@ -11,10 +11,11 @@ import pytest
 
 import collectives
 from collectives import Communicator
+from moe.dispatch.options import Options
+from moe.exchange import SavedExchange
 from moe.gates import GATES
-from moe.layer import MixtureOfExperts
-from moe.log import RoutingLog, digests
-from moe.ways import Options
+from moe.layers.mixture import MixtureOfExperts
+from moe.routing import RoutingLog
 from parallel import Mesh, TrafficMismatch
 from parallel.nn import Model
 from tests.covering import pairwise
@@ -33,6 +34,7 @@ from tests.moe.experts import (
     mlp,
     moved,
 )
+from tests.moe.tables import digests
 from tests.parallel.split_layers import bound_by_name
 
 PADDED = ["gshard", "switch", "expert-choice", "v-moe", "stable"]
@@ -177,7 +179,9 @@ def test_an_incomplete_derivative_of_the_router_is_another(
 
     right = derivative(2.0)
     if without == "weights":
-        monkeypatch.setattr("moe.ways.flat.slopes_of", lambda weights, *_: np.zeros_like(weights))
+        monkeypatch.setattr(
+            SavedExchange, "slopes_of", lambda self, weights, dy: np.zeros_like(weights)
+        )
     incomplete = derivative(2.0 if without == "weights" else 0.0)
     assert np.abs(right - incomplete).max() > 1e-5
 
@@ -193,7 +197,7 @@ def test_a_prediction_from_another_routing_fails() -> None:
 
 # Extreme routings
 
-WAYS: list[dict[str, Any]] = [
+DISPATCHERS: list[dict[str, Any]] = [
     {"padding": "none"}, {"padding": "needed"},
     {"dispatch": "hierarchical", "ranks_per_host": 2},
 ]  # fmt: skip
@@ -211,7 +215,7 @@ def loads_of(setup: Setup) -> Any:
 @pytest.mark.parametrize("size", [4, 8])
 @pytest.mark.parametrize(
     ("setup", "way"),
-    [(setup, way) for setup in ALL_TO_ONE for way in WAYS]
+    [(setup, way) for setup in ALL_TO_ONE for way in DISPATCHERS]
     + [(ALL_TO_ONE[0], {"padding": "capacity"})],
     ids=label,
 )
@@ -232,7 +236,7 @@ ONE = [(name, 1, 1) for name in ("switch", "expert-choice", "v-moe", "stable", "
 ALL = [("gshard", 2, 2)] + [(name, 4, 4) for name in ("v-moe", "stable", "bias", "sigmoid", "hash")]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=label)
+@pytest.mark.parametrize("way", DISPATCHERS, ids=label)
 @pytest.mark.parametrize(("name", "num_experts", "k"), ONE + ALL)
 def test_one_expert_and_tokens_that_have_all_experts(
     name: str, num_experts: int, k: int, way: dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moe import layout
-from moe.layouts import LAYOUTS
+from moe.models.meshes import LAYOUTS
 from tests.moe.test_training import Mixture, check, setup_of
 
 ROWS = {"data": 4, "model": 1, "model-data": 2, "expert-data": 4, "expert-model-data": 2}

@@ -15,10 +15,10 @@ import pytest
 
 from moe import mixtures, moe_gpt
 from parallel import Disk, Mesh, Recipe, Trainer, gpt
-from parallel.accounts.pipeline import COMPUTING, rank_times
+from parallel.accounts.rank_times import COMPUTING, rank_times
+from parallel.commands.rank_report import differences
 from parallel.nn import Activations, Array, ArraySpec, Layer, Model, Step
-from parallel.rank_report import differences
-from parallel.runtime import turns
+from parallel.run.computing import Alternation
 from tests.moe import test_training
 from tests.moe.test_training import Mixture, check, setup_of
 from tests.parallel.layouts import Setup, check_equal
@@ -120,7 +120,7 @@ def test_memory_in_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> 
     """The negative control: a side that runs ahead keeps more than is predicted."""
     setup = overlapped(expert=2)
     setup.alone()
-    monkeypatch.setattr(turns.Turns, "in_order", lambda _: None)
+    monkeypatch.setattr(Alternation, "in_order", lambda _: None)
     assert differences([end.report for end in setup.run()])
 
 
@@ -139,12 +139,18 @@ def test_times_of_overlapping_actions_do_not_overlap() -> None:
 # In which order
 
 
+def first_row(step: Step) -> int:
+    """The first row of the batch in a micro-batch, on rank 0."""
+    assert step.batch is not None
+    return step.batch.of_rank[0].start
+
+
 class Noted(NamedTuple):
-    """What a layer does, in which direction and micro-batch."""
+    """What a layer does, in which direction, and in the micro-batch with which first row."""
 
     what: str
     direction: str
-    number: int
+    first_row: int
 
 
 Log = list[Noted]
@@ -154,6 +160,7 @@ class Noting(Layer):
     """A layer that changes nothing, and notes when it runs in the `log` of this rank."""
 
     saves_input = False
+    needs_rows = True  # by which it tells micro-batches apart
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -169,7 +176,7 @@ class Noting(Layer):
         return Activations(0, x)
 
     def done(self, x: Array, direction: str, step: Step) -> Array:
-        self.log.append(Noted("compute", direction, step.micro_batch))
+        self.log.append(Noted("compute", direction, first_row(step)))
         return x
 
 
@@ -184,11 +191,11 @@ class Exchanged(Noting):
 
     def done(self, x: Array, direction: str, step: Step) -> Array:
         comm: Any = self.mesh["expert"]
-        self.log.append(Noted("start", direction, step.micro_batch))
+        self.log.append(Noted("start", direction, first_row(step)))
         work = comm.all_to_all(x.reshape(-1), algorithm="linear", async_op=True)
 
         def finish() -> Array:
-            self.log.append(Noted("wait", direction, step.micro_batch))
+            self.log.append(Noted("wait", direction, first_row(step)))
             return work.wait().reshape(x.shape)
 
         return step.wait(finish)
@@ -262,7 +269,7 @@ def test_an_error_on_one_side_ends_both(direction: str) -> None:
         layer = mixtures(trainer.model)[-1]
 
         def wrong(*_: Any) -> Any:
-            if trainer.turns.is_in_slot:
+            if trainer.alternation.is_in_slot:
                 raise ArithmeticError("of this layer")
             return right(*_)
 

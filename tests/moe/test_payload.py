@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe.payload import BLOCK, PAYLOADS, decode, encode, form_of
+from moe.exchange.payload import BLOCK, PAYLOADS, decode, encode, form_of
 
 
 def rows(n: int, dim: int) -> Any:

@@ -17,27 +17,27 @@ import collectives
 from collectives import Communicator, Topology
 from moe import GATES, RoutingLog, mixtures, moe_gpt
 from moe.plan import (
-    Across,
-    Job,
-    Sent,
-    across_hosts,
+    Amounts,
+    HostTraffic,
+    LayerAmounts,
+    TrainingStep,
+    compare_dispatch,
+    compare_layouts,
     from_log,
+    layer_amounts,
     matrices_of,
-    of_layer,
-    of_ways,
     on_text,
-    predicted,
+    predict_calls,
     uniform,
 )
 from moe.plan.__main__ import main
-from moe.plan.hosts import layouts
-from moe.plan.job import PlannedMesh
-from moe.plan.layer import KINDS
+from moe.plan.across_hosts import layouts
+from moe.plan.one_layer import KINDS
+from moe.train import main as train
 from parallel import Mesh, PredictedCall, Recipe, Sharding, Trainer, text
 from parallel.accounts import between_hosts
-from parallel.presets import ROW_AXES
-from parallel.runtime.prediction import RunSize
-from parallel.train import main as train
+from parallel.mesh import ROW_AXES
+from parallel.predict import RunSize
 from tests.moe.experts import moved
 
 ROWS, CONTEXT, HIDDEN, EXPERTS, PARTS = 16, 8, 8, 4, 2
@@ -53,14 +53,17 @@ def model_of(gate: str = "stable", **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def job_of(log: RoutingLog, gate: str = "stable", **options: Any) -> Job:
-    return Job(model_of(gate, **options), ROWS, log, num_micro_batches=PARTS)
+def step_of(log: RoutingLog, gate: str = "stable", **options: Any) -> TrainingStep:
+    return TrainingStep(model_of(gate, **options), ROWS, log, num_micro_batches=PARTS)
 
 
 @cache
-def routed(gate: str) -> RoutingLog:
-    """By a model with its initial values, on a text, on one rank."""
-    return on_text(model_of(gate), ROWS, DATA).log
+def routed(gate: str, payload: str = "same") -> RoutingLog:
+    """By a model with its initial values, on a text, on one rank.
+
+    What the first layer rounds may change what the second one routes.
+    """
+    return on_text(model_of(gate, payload=payload), ROWS, DATA).log
 
 
 def batch(step: int, rank: int, num_ranks: int) -> Any:
@@ -68,12 +71,12 @@ def batch(step: int, rank: int, num_ranks: int) -> Any:
     return text.batch(DATA, seed=0, step=step, batch_size=ROWS, context=CONTEXT, **where)
 
 
-def recorded(job: Job, axes: Mapping[str, int], **changes: Any) -> dict[str, Any]:
+def recorded(step: TrainingStep, axes: Mapping[str, int], **changes: Any) -> dict[str, Any]:
     """The bytes from each rank to each in a real step, by phase."""
 
     def fn(comm: Communicator) -> dict[str, Any] | None:
         mesh = Mesh(comm, **axes)
-        model = moe_gpt(**{**job.model, **changes}, mesh=mesh)
+        model = moe_gpt(**{**step.model, **changes}, mesh=mesh)
         rows = tuple(axis for axis in ROW_AXES if axis in axes)
         recipe = Recipe(num_micro_batches=PARTS)
         trainer = Trainer(mesh, model, recipe, sharding=Sharding.ddp(axes=rows))
@@ -92,7 +95,7 @@ def recorded(job: Job, axes: Mapping[str, int], **changes: Any) -> dict[str, Any
     return found
 
 
-def columns(sent: Sent) -> tuple[int, ...]:
+def columns(sent: Amounts) -> tuple[int, ...]:
     """What can be counted: the logical bytes of a rank for itself are no message."""
     return sent.off_rank, sent.off_host, sent.busiest, sent.busiest_off_host
 
@@ -122,17 +125,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def compare(
-    job: Job, axes: dict[str, int], per_host: int, real: Job | None = None, **changes: Any
+    step: TrainingStep,
+    axes: dict[str, int],
+    per_host: int,
+    real: TrainingStep | None = None,
+    **changes: Any,
 ) -> None:
     """Every kind of message, the sums of gradients apart, is what a run sends.
 
     Sums along tensor are in the phases of attention too.
 
-    `real`: the job that runs, by default that which is planned.
+    `real`: the step that runs, by default that which is planned.
     """
     planned = {key: value for key, value in changes.items() if key != "ranks_per_host"}
-    plan = of_layer(job, LAYER, axes, per_host, **planned)
-    found = recorded(real or job, axes, **changes)
+    plan = layer_amounts(step, LAYER, axes, per_host, **planned)
+    found = recorded(real or step, axes, **changes)
     mine = {phase: m for phase, m in found.items() if phase.split("/")[1:2] == [LAYER]}
     named = {phase.replace(f"/{LAYER}", ""): m for phase, m in mine.items()}
     in_attention = set(named) - set(KINDS)  # of the same block
@@ -141,7 +148,7 @@ def compare(
     kinds = [kind for kind in plan.kinds if kind.phase not in ("forward", "backward")]
     assert {kind.phase for kind in kinds} == set(named)
     for kind in kinds:
-        assert columns(kind.sent) == counted(named[kind.phase], per_host), kind.phase
+        assert columns(kind.amounts) == counted(named[kind.phase], per_host), kind.phase
     if len(kinds) == len(plan.kinds):
         assert columns(plan.total) == counted(sum(named.values()), per_host)
 
@@ -149,40 +156,41 @@ def compare(
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("axes", "per_host"), MESHES)
 def test_a_layer_sends_what_is_said(axes: dict[str, int], per_host: int, options: str) -> None:
-    compare(job_of(routed("stable")), axes, per_host, **OPTIONS[options])
+    log = routed("stable", OPTIONS[options].get("payload", "same"))
+    compare(step_of(log), axes, per_host, **OPTIONS[options])
 
 
 @pytest.mark.parametrize("gate", GATES)
 def test_every_gate(gate: str) -> None:
-    compare(job_of(routed(gate), gate), {"data": 2, "expert": 4}, 2)
+    compare(step_of(routed(gate), gate), {"data": 2, "expert": 4}, 2)
 
 
 def test_tokens_sent_once_to_each_host() -> None:
     options = {"dispatch": "hierarchical", "ranks_per_host": 2}
-    compare(job_of(routed("bias"), "bias"), {"expert": 4}, 2, **options)
+    compare(step_of(routed("bias"), "bias"), {"expert": 4}, 2, **options)
 
 
 def test_another_routing_is_not_what_is_sent() -> None:
     """The negative control: one token goes to another rank, and one comparison fails."""
-    job = job_of(routed("bias"), "bias")
-    other = replace(job, log=moved(job.log, 2))
+    step = step_of(routed("bias"), "bias")
+    other = replace(step, log=moved(step.log, 2))
     with pytest.raises(AssertionError, match="dispatch"):
-        compare(other, {"expert": 2}, 1, job)
+        compare(other, {"expert": 2}, 1, step)
 
 
 def test_logical_bytes_are_those_of_all_choices() -> None:
     """Also of those whose expert is on the rank of the token; padded, of the whole capacity."""
-    job = job_of(routed("stable"))
-    routing = job.log.whole(0, LAYER)
-    plan = of_layer(job, LAYER, {"expert": 4}, 2)
-    sent = {kind.phase: kind.sent for kind in plan.kinds}
+    step = step_of(routed("stable"))
+    routing = step.log.whole(0, LAYER)
+    plan = layer_amounts(step, LAYER, {"expert": 4}, 2)
+    sent = {kind.phase: kind.amounts for kind in plan.kinds}
     wanted = int(routing.load.sum()) * HIDDEN * WIDTH
     for phase in ("dispatch", "combine"):
         for half in ("forward", "backward"):
             assert sent[f"{half}/{phase}"].logical == wanted > sent[f"{half}/{phase}"].off_rank
     assert plan.total.logical == 4 * wanted + PARTS * 4 * EXPERTS * 8  # each rank counts, twice
     capacity = math.ceil(2 * 1.25 * CONTEXT / EXPERTS)
-    padded = of_layer(job, LAYER, {"expert": 4}, 2, padding="capacity").total
+    padded = layer_amounts(step, LAYER, {"expert": 4}, 2, padding="capacity").total
     assert padded.logical == 4 * ROWS * EXPERTS * capacity * HIDDEN * WIDTH
     assert padded.off_rank * 4 == padded.logical * 3  # (W - 1) / W of it leaves the rank
 
@@ -200,38 +208,38 @@ def test_the_diagonal_is_what_a_rank_has_for_itself() -> None:
 @pytest.mark.parametrize("axes", [{"pipe": 2, "data": 1, "expert": 2}, {"data": 2, "expert": 2}])
 def test_a_trainer_without_arrays_predicts_what_one_with_arrays_does(axes: dict[str, int]) -> None:
     """All calls of a step of the whole model; another number of rows is something else."""
-    job = job_of(routed("switch"), "switch")
+    step = step_of(routed("switch"), "switch")
 
     def fn(comm: Communicator) -> list[PredictedCall]:
         mesh = Mesh(comm, **axes)
-        model = moe_gpt(**job.model, mesh=mesh)
+        model = moe_gpt(**step.model, mesh=mesh)
         for layer in mixtures(model):
-            layer.expected = job.log
+            layer.expected = step.log
         sharding = Sharding.ddp(axes=("data", "expert"))
         trainer = Trainer(mesh, model, Recipe(num_micro_batches=PARTS), sharding=sharding)
         return trainer.step_traffic(RunSize(1, 1, (ROWS, CONTEXT)))
 
     wanted = collectives.run(fn, size=4, timeout=60)[0]
-    assert predicted(job, axes) == wanted
-    assert predicted(replace(job, num_micro_batches=1), axes) != wanted
+    assert predict_calls(step, axes) == wanted
+    assert predict_calls(replace(step, num_micro_batches=1), axes) != wanted
 
 
 def test_experts_across_hosts_beside_a_pipeline() -> None:
     """By hand: 2 messages of s b h for the boundary, 4 all-to-alls for each layer."""
-    job = job_of(uniform(model_of("bias"), ROWS).log, "bias")
-    found = across_hosts(job, 2, 2)
+    step = step_of(uniform(model_of("bias"), ROWS).log, "bias")
+    found = compare_layouts(step, 2, 2)
     experts, pipeline, copies = (found[name] for name in ("experts", "pipeline", "copies"))
-    assert isinstance(experts, Across) and isinstance(pipeline, Across)
-    assert isinstance(copies, Across)
+    assert isinstance(experts, HostTraffic) and isinstance(pipeline, HostTraffic)
+    assert isinstance(copies, HostTraffic)
     size = ROWS * CONTEXT * HIDDEN * WIDTH
     assert pipeline.bytes["pipeline"] == 2 * size and pipeline.bytes["experts"] == 0
     assert pipeline.messages["pipeline"] == 2 * PARTS * 2  # two ranks of each stage
     rows = 0
-    for layer in job.layers:
-        routing = job.log.whole(0, layer.name)
+    for layer in step.layers:
+        routing = step.log.whole(0, layer.name)
         host_of_token = routing.token // (ROWS * CONTEXT // 2)
         rows += int((host_of_token != routing.expert // (EXPERTS // 2)).sum())
-    counts = len(job.layers) * PARTS * 8 * 8  # 8 bytes for each of 8 pairs of ranks
+    counts = len(step.layers) * PARTS * 8 * 8  # 8 bytes for each of 8 pairs of ranks
     assert experts.bytes["experts"] == 4 * rows * HIDDEN * WIDTH + counts
     assert experts.bytes["pipeline"] == copies.bytes["pipeline"] == copies.bytes["experts"] == 0
     assert experts.bytes["gradients"] < copies.bytes["gradients"]  # experts have no copies
@@ -239,23 +247,25 @@ def test_experts_across_hosts_beside_a_pipeline() -> None:
 
 @pytest.mark.parametrize("name", ["experts", "pipeline", "copies"])
 def test_all_bytes_between_hosts_are_those_of_a_run(name: str) -> None:
-    job = job_of(routed("stable"))
-    planned = across_hosts(job, 2, 2)[name]
-    assert isinstance(planned, Across)
+    step = step_of(routed("stable"))
+    planned = compare_layouts(step, 2, 2)[name]
+    assert isinstance(planned, HostTraffic)
     axes = layouts(2, 2)[name]
-    total = sum(recorded(job, axes).values())
+    total = sum(recorded(step, axes).values())
     assert sum(planned.bytes.values()) == between_hosts(total, Topology.consecutive(4, 2))
 
 
-def test_ways_that_cannot_be_say_why() -> None:
-    ways = of_ways(job_of(routed("bias"), "bias"), LAYER, {"expert": 4}, 2)
-    assert ways["flat, padded to the capacity"] == (
+def test_a_dispatch_that_cannot_be_says_why() -> None:
+    step = step_of(routed("bias"), "bias")
+    compared = compare_dispatch(step, LAYER, {"expert": 4}, 2)
+    assert compared.pop(("flat", "capacity")) == (
         "padding to the capacity needs a gate with a capacity rule"
     )
-    assert all(isinstance(way, Sent) for name, way in ways.items() if "capacity" not in name)
-    refused = across_hosts(job_of(routed("bias"), "bias"), 4, 1)["pipeline"]
-    assert isinstance(refused, Across)
-    assert "stages" in str(across_hosts(job_of(routed("bias"), "bias"), 8, 1)["pipeline"])
+    assert len(compared) == 5
+    assert all(isinstance(layer, LayerAmounts) for layer in compared.values())
+    refused = compare_layouts(step, 4, 1)["pipeline"]
+    assert isinstance(refused, HostTraffic)
+    assert "stages" in str(compare_layouts(step, 8, 1)["pipeline"])
 
 
 # Routings
@@ -307,19 +317,19 @@ def test_a_log_says_how_many_rows_it_is_of() -> None:
 )
 def test_a_log_of_another_model_is_refused(gate: str, options: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        job_of(routed("stable"), gate, **options)
-    assert job_of(routed("stable"))
+        step_of(routed("stable"), gate, **options)
+    assert step_of(routed("stable"))
 
 
 def test_nothing_exists_of_planned_ranks() -> None:
     """A layer of 105 G parameters on 32 ranks."""
     model = model_of(num_experts=256, hidden=7168, num_heads=8, num_layers=2)
-    job = Job(model, 64, uniform(model, 64).log, dtype="bfloat16")
+    step = TrainingStep(model, 64, uniform(model, 64).log, dtype="bfloat16")
     axes = {"data": 2, "expert": 16}
-    sent = of_layer(job, LAYER, axes, 8).total
-    entries = int(job.log.whole(0, LAYER).load.sum())
+    sent = layer_amounts(step, LAYER, axes, 8).total
+    entries = int(step.log.whole(0, LAYER).load.sum())
     assert sent.logical == 4 * entries * 7168 * 2 + 32 * 256 * 8
-    assert PlannedMesh(**axes).size == 32
+    assert Mesh(None, **axes).size == 32
 
 
 # The command

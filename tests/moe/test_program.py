@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,13 +11,16 @@ import numpy as np
 import pytest
 
 import collectives
+import parallel.train
 from collectives import Communicator
 from collectives.arrays import allocator
 from moe import GATES, RoutingLog, mixtures, moe_gpt
+from moe.train import main, mixture_spec, parser
 from parallel import Mesh, Sharding, Trainer, text
-from parallel.train import Training, main, model_of, parser
+from parallel.commands.program import report
+from parallel.commands.training import Training
 from tests.moe.test_training import LOGS, Mixture, setup_of
-from tests.parallel.test_train import LARGE, SMALL
+from tests.parallel.test_train import LARGE, SMALL, advised
 
 MODEL = (*SMALL, "--layers", "2", "--experts", "4")
 
@@ -25,9 +29,9 @@ def run(*words: str, ranks: int = 2) -> int:
     """The exit status of a run on threads."""
 
     def fn(comm: Communicator) -> Any:
-        training = Training(comm, parser().parse_args([*MODEL, *words]))
+        training = Training(comm, parser().parse_args([*MODEL, *words]), mixture_spec)
         table = training.run()
-        return training.report(table) if comm.rank == 0 else None
+        return report(training, table) if comm.rank == 0 else None
 
     status: int = collectives.run(fn, size=ranks)[0]
     return status
@@ -100,7 +104,7 @@ def test_the_capacity_rule_is_that_of_the_command_line(
 ) -> None:
     """Or that of the gate; beside another option."""
     options = parser().parse_args([*MODEL, "--moe", "stable", "--top-k", "1", *words])
-    (layer,) = mixtures(model_of(options, None, RoutingLog()))
+    (layer,) = mixtures(mixture_spec(options, 1).make(None))
     assert (layer.gate.rule, layer.gate.k) == (rule, 1)
 
 
@@ -112,11 +116,11 @@ def test_deeper_blocks_have_more_experts() -> None:
                  f"expert={ranks}", "--micro-batches", "2")  # fmt: skip
 
         def fn(comm: Communicator) -> list[float]:
-            training = Training(comm, parser().parse_args([*MODEL, *words]))
+            training = Training(comm, parser().parse_args([*MODEL, *words]), mixture_spec)
             numbers = [layer.gate.num_experts for layer in mixtures(training.model)]
             assert numbers == [int(n) for n in experts.split(",")]
             table = training.run()
-            assert comm.rank or training.report(table) == 0
+            assert comm.rank or report(training, table) == 0
             return training.losses
 
         found: list[list[float]] = collectives.run(fn, size=ranks)
@@ -163,7 +167,9 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
             ("--moe", "gshard", "--rows-per-group", "2", "--batch", "7", "--mesh", "expert=2"),
             "3 rows of a rank are not whole groups of 2",
         ),
-        (("--layout", "data"), "--layout names a mesh for --moe"),
+        (("--layout", "data"), "--layout needs --moe"),
+        (("--routing", __file__), "--routing needs --moe"),
+        (("--save-routing", "x"), "--save-routing needs --moe"),
         (("--moe", "switch", "--layout", "data", "--mesh", "expert=2"), "takes no --mesh"),
         (("--moe", "switch", "--layout", "model-data:3"), "3 ranks for each weight"),
         (("--top-k", "2"), "--top-k needs --moe"),
@@ -188,6 +194,41 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
 def test_what_is_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(*words)
+
+
+@pytest.mark.parametrize(("refused", "kept"), [
+    (("--strategy", "local-updates"), ()),
+    (("--strategy", "server-sync"), ("--bucket-bytes", "9")),
+])  # fmt: skip
+def test_what_is_said_to_work_works(refused: tuple[str, ...], kept: tuple[str, ...]) -> None:
+    """Each axis, stage and name in the sentence, in place of the words that are refused."""
+    words = ("--moe", "switch", "--moe-every", "1", *kept)
+    with pytest.raises(ValueError, match="; this works: ") as caught:
+        run(*words, *refused)
+    ways = [*advised(str(caught.value))]
+    assert {axis for _, axis, *_ in ways if axis == "expert=2"}
+    for way in ways:
+        assert run(*words, *way) == 0, way
+
+
+def test_without_experts_no_axis_for_them_is_advised() -> None:
+    with pytest.raises(ValueError, match="; this works: ") as caught:
+        run("--strategy", "hsdp", "--dropout", "0.1")
+    assert "tensor" in str(caught.value) and "expert" not in str(caught.value)
+
+
+def test_a_dense_model_trains_as_by_the_command_for_them(tmp_path: Path) -> None:
+    """What is written is the same, but for times and options that only one of them has."""
+    written = []
+    for number, command in enumerate((main, parallel.train.main)):
+        file = tmp_path / f"{number}.json"
+        assert command([*SMALL, "--threads", "2", "--zero", "1", "--json", str(file)]) == 0
+        written.append(json.loads(file.read_text()))
+    mixed, dense = written
+    changing = {"json", "seconds", "seconds_per_step", "tokens_per_second"}
+    assert mixed.keys() - dense.keys() >= {"moe", "experts", "layout", "routing"}
+    assert dense.keys() <= mixed.keys()
+    assert [key for key in dense if dense[key] != mixed[key] and key not in changing] == []
 
 
 @pytest.mark.parametrize(
@@ -236,12 +277,12 @@ def test_a_trainer_refuses_an_impossible_batch_before_it_sends(case: Refused) ->
         trainer = trainer_of(comm, **case.options)
         trainer.start()
         with pytest.raises(ValueError, match=case.words):
-            trainer.check_batch(case.rows, case.context)
+            trainer.layout.check_batch(case.rows, case.context)
         rows = rows_of(comm, case.rows, case.context)
         with comm.record() as ledger, pytest.raises(ValueError, match=case.words):
             trainer.step(*rows, case.rows * case.context)
         assert not ledger.rows()
-        trainer.check_batch(4, 4)
+        trainer.layout.check_batch(4, 4)
 
     collectives.run(fn, size=2)
 
@@ -254,8 +295,8 @@ def test_gathered_weights_are_forgotten_after_a_step() -> None:
         trainer.start()
         trainer.step(*rows_of(comm, 4, 4), 16)
         (layer,) = mixtures(trainer.model)
-        way: Any = layer.way
-        assert way.all.value == way.all.gradient == {}
+        gathered: Any = layer.dispatcher
+        assert gathered.all.value == gathered.all.gradient == {}
 
     collectives.run(fn, size=2)
 

@@ -16,7 +16,7 @@ import torch
 
 from moe.gates import Gate, named
 from moe.gates.losses import Balance
-from moe.layer import MixtureOfExperts
+from moe.layers.mixture import MixtureOfExperts
 from parallel.nn import BatchRows, Model, Step
 from tests.moe.experts import DIM, mlp
 from tests.parallel.models import Values
@@ -31,7 +31,7 @@ WEIGHT = 0.7  # of auxiliary losses, so that they matter
 Z_WEIGHT = 0.3
 
 
-class Plan(NamedTuple):
+class Prediction(NamedTuple):
     """What one group of S tokens does: (S, E) weights, 0 where an expert does not take a token."""
 
     weights: Tensor
@@ -76,15 +76,15 @@ def one_hot(index: Tensor) -> Tensor:
 
 def plan(
     scores: Tensor, choices: list[Tensor], kept: list[Tensor], *, is_normalized: bool, loss: Any
-) -> Plan:
+) -> Prediction:
     """The weights of choices (S, E), of which some are kept."""
     weights = scores * sum(kept)
     if is_normalized:
         weights = weights / (scores * sum(choices)).sum(dim=-1, keepdim=True)
-    return Plan(weights, loss, int(sum(choices).sum() - sum(kept).sum()))
+    return Prediction(weights, loss, int(sum(choices).sum() - sum(kept).sum()))
 
 
-def top_k(group: Group, k: int, capacity: int | None, *, is_normalized: bool) -> Plan:
+def top_k(group: Group, k: int, capacity: int | None, *, is_normalized: bool) -> Prediction:
     """The best `k` by softmax, with the loss of Switch."""
     scores = torch.softmax(group.logits, dim=-1)
     choices = [one_hot(index) for index in torch.topk(scores, k).indices.T]
@@ -93,14 +93,14 @@ def top_k(group: Group, k: int, capacity: int | None, *, is_normalized: bool) ->
     return plan(scores, choices, kept, is_normalized=is_normalized, loss=loss)
 
 
-def stable(group: Group, capacity: int) -> Plan:
+def stable(group: Group, capacity: int) -> Prediction:
     """The best two, with the loss of Switch and the squared log-sum-exp of the logits."""
     found = top_k(group, 2, capacity, is_normalized=True)
     logs = torch.logsumexp(group.logits, dim=-1)
     return found._replace(loss=found.loss + Z_WEIGHT * (logs**2).mean())
 
 
-def v_moe(group: Group, capacity: int) -> Plan:
+def v_moe(group: Group, capacity: int) -> Prediction:
     """The best two by noisy logits; tokens with a larger best score go first."""
     noisy = group.logits + group.noise
     scores = torch.softmax(noisy, dim=-1)
@@ -120,11 +120,11 @@ def squared_variation(x: Tensor) -> Tensor:
     return x.var(unbiased=False) / x.mean() ** 2
 
 
-def hashed(group: Group, k: int) -> Plan:
+def hashed(group: Group, k: int) -> Prediction:
     """The expert of a hash of each token, and the next ones, with equal weights."""
     first = torch.tensor([splitmix64(int(token)) % EXPERTS for token in group.tokens])
     chosen = torch.stack([one_hot((first + i) % EXPERTS) for i in range(k)]).sum(dim=0)
-    return Plan(chosen / k, torch.zeros(()), 0)
+    return Prediction(chosen / k, torch.zeros(()), 0)
 
 
 def splitmix64(number: int) -> int:
@@ -135,7 +135,7 @@ def splitmix64(number: int) -> int:
     return z ^ (z >> 31)
 
 
-def gshard(group: Group, capacity: int, factor: float) -> Plan:
+def gshard(group: Group, capacity: int, factor: float) -> Prediction:
     """The second of two is used with a probability of twice its share."""
     scores = torch.softmax(group.logits, dim=-1)
     best = torch.topk(scores, 2)
@@ -147,7 +147,7 @@ def gshard(group: Group, capacity: int, factor: float) -> Plan:
     return plan(scores, [first, second], kept, is_normalized=True, loss=loss)
 
 
-def expert_choice(group: Group, capacity: int) -> Plan:
+def expert_choice(group: Group, capacity: int) -> Prediction:
     """Each expert takes the tokens with its largest scores."""
     scores = torch.softmax(group.logits, dim=-1)
     tokens = torch.topk(scores, capacity, dim=0).indices
@@ -155,7 +155,7 @@ def expert_choice(group: Group, capacity: int) -> Plan:
     return plan(scores, [taken], [taken], is_normalized=False, loss=torch.zeros(()))
 
 
-def biased(group: Group, k: int, scale: float) -> Plan:
+def biased(group: Group, k: int, scale: float) -> Prediction:
     """The best `k` by sigmoid plus a bias; the loss of all choices."""
     scores = torch.sigmoid(group.logits)
     choices = [one_hot(index) for index in torch.topk(scores + group.bias, k).indices.T]
@@ -168,7 +168,7 @@ class Case(NamedTuple):
     """A gate, and what it does to a group in plain functions."""
 
     gate: Gate
-    plain: Callable[[Group], Plan]
+    plain: Callable[[Group], Prediction]
     drops: bool = False
 
 
@@ -304,7 +304,7 @@ def test_both_fates_of_a_second_expert_occur() -> None:
     assert 0 < sum(kept) < len(kept)
 
 
-NOT_THE_SAME: list[tuple[str, Callable[[Group], Plan], set[str]]] = [
+NOT_THE_SAME: list[tuple[str, Callable[[Group], Prediction], set[str]]] = [
     (  # without the auxiliary loss
         "switch", lambda g: top_k(g, 1, 3, is_normalized=False)._replace(loss=torch.zeros(())),
         {"loss", "router", "x"},
@@ -334,7 +334,7 @@ NOT_THE_SAME: list[tuple[str, Callable[[Group], Plan], set[str]]] = [
 
 @pytest.mark.parametrize(("name", "plain", "where"), NOT_THE_SAME)
 def test_what_is_not_the_same_is_noticed(
-    name: str, plain: Callable[[Group], Plan], where: set[str]
+    name: str, plain: Callable[[Group], Prediction], where: set[str]
 ) -> None:
     """The negative control: by more than 1e-6, and where it should be."""
     found, values = of_layer(CASES[name])

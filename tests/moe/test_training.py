@@ -14,11 +14,12 @@ import pytest
 
 import collectives
 from moe import GATES, RoutingLog, mixtures, moe_gpt
-from moe.log import digests
 from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer, checkpoint
+from parallel.commands.rank_report import differences
 from parallel.nn import Model
-from parallel.rank_report import differences
+from parallel.step import Reduce, SumCounts
 from tests.covering import pairwise
+from tests.moe.tables import digests
 from tests.parallel.layouts import CLIP, End, Setup, check_equal, with_optimizer
 from tests.parallel.training import CONTEXT
 
@@ -194,7 +195,7 @@ def test_an_expert_gradient_that_is_not_summed_over_its_copies_is_noticed() -> N
     def skip(trainer: Trainer) -> None:
         trainer.actions = [
             each for each in trainer.actions
-            if not (each.kind == "REDUCE" and each.axes == ("data",))
+            if not (isinstance(each, Reduce) and each.axes == ("data",))
         ]  # fmt: skip
 
     setup = setup_of(Mixture(), zero=0, data=2, expert=2)
@@ -267,7 +268,8 @@ def test_without_the_sum_of_counts_biases_differ() -> None:
 
     def alone(trainer: Trainer) -> None:
         trainer.actions = [
-            each._replace(axes=()) if each.kind == "COUNT" else each for each in trainer.actions
+            replace(each, axes=()) if isinstance(each, SumCounts) else each
+            for each in trainer.actions
         ]
 
     setup = setup_of(Mixture("bias"), expert=4)

@@ -21,8 +21,8 @@ from parallel.nn import (
     Step,
     UlyssesAttention,
     context_positions,
+    upcast,
 )
-from parallel.nn.functional import upcast
 from parallel.optim import dtype_of
 from tests.parallel.models import Values
 

@@ -14,8 +14,10 @@ from bench.gpu import LAYOUTS
 from bench.strategies import KINDS
 from collectives import Communicator
 from moe.gates import GATES
+from moe.train import mixture_spec, parser
+from parallel.commands.program import report
+from parallel.commands.training import Training
 from parallel.pipeline import SCHEDULES
-from parallel.train import Training, parser
 from tests.parallel.fake_arrays import waits
 
 STEPS, MICRO_BATCHES = 2, 2
@@ -58,7 +60,7 @@ def trained(name: str, *words: str) -> list[Done]:
     options = parser().parse_args([*MODEL, *RUNS[name], *words])
 
     def fn(comm: Communicator) -> Done:
-        training, seen = Training(comm, options), Counter[str]()
+        training, seen = Training(comm, options, mixture_spec), Counter[str]()
         train = training.strategy.train
 
         def counted(*given: Any) -> list[float]:
@@ -69,7 +71,7 @@ def trained(name: str, *words: str) -> list[Done]:
 
         training.strategy.train = counted  # type: ignore[method-assign]
         table = training.run()
-        assert comm.rank or training.report(table) == 0
+        assert comm.rank or report(training, table) == 0
         return Done(training.losses, seen)
 
     done: list[Done] = collectives.run(fn, size=NUM_RANKS.get(name, 2), timeout=60)

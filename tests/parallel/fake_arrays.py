@@ -19,7 +19,7 @@ from array_api_compat import numpy as host
 from collectives.arrays.backends import register_backend
 from tests.fake_device import FakeBackend
 
-PACKAGES = "parallel.", "moe."
+PACKAGES = "parallel.", "moe.", "examples."
 
 
 class FakeArray:

@@ -13,11 +13,11 @@ import numpy as np
 import collectives
 from collectives import Communicator
 from parallel import Mesh, Recipe, Sharding, TrafficTable, Trainer, gpt, text
+from parallel.commands.rank_report import RankReport
+from parallel.layout import BatchSize
+from parallel.mesh import pieces_of
 from parallel.nn import Model
 from parallel.pipeline import Schedule
-from parallel.placement import pieces_of
-from parallel.rank_report import RankReport
-from parallel.runtime import BatchSize
 from tests.parallel.training import CONTEXT, DATA, Values, nothing
 
 ROWS, STEPS = 17, 4
@@ -100,17 +100,19 @@ class Setup(NamedTuple):
         norms: list[float] = []
 
         def show(step: int, loss: float) -> None:
-            norms.append(math.sqrt(trainer.squares))
+            norms.append(math.sqrt(trainer.scalars.squares))
 
         with comm.record() as ledger:
             trainer.start()
             losses = trainer.train(self.steps, rows_of, math.prod(shape), show)
         whole = ledger.gather()
-        if whole is not None and trainer.num_skipped:  # in float16, known only now
-            calls = trainer.traffic(self.steps, batch=shape, num_skipped=trainer.num_skipped)
+        if whole is not None and trainer.updates.num_skipped:  # in float16, known only now
+            calls = trainer.traffic(
+                self.steps, batch=shape, num_skipped=trainer.updates.num_skipped
+            )
         table = None if whole is None else TrafficTable(calls, whole, None, size=comm.size)
         rows = len(rows_of(0, *trainer.batch_part)[0])
-        updates = trainer.num_updates_in(self.steps) - trainer.num_skipped
+        updates = trainer.num_updates_in(self.steps) - trainer.updates.num_skipped
         batches = [BatchSize(*shape, step) for step in range(self.steps)]
         report = RankReport.of(trainer, updates, rows, self.context, batches)
         return End(losses, boxes_of(trainer), trainer, report, table, norms)
@@ -148,7 +150,7 @@ def boxes_of(trainer: Trainer) -> list[tuple[str, tuple[slice, ...], Values]]:
     return [
         (name, box.slices, flat[part].reshape(box.shape).copy())
         for unit, flat in trainer.parameters.items()
-        for name, box, part in pieces_of(trainer.model.boxes(unit), trainer.stored_slice(unit))
+        for name, box, part in pieces_of(trainer.model.boxes(unit), trainer.view.stored_slice(unit))
     ]
 
 

@@ -9,13 +9,12 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from parallel.actions import Action
-from parallel.lowering import lower
+from parallel.layout import Layout, RankView
+from parallel.mesh import Mesh
 from parallel.nn import ArraySpec, CrossEntropy, Layer, Model, Sequential, Step
 from parallel.optim import dtype_of
-from parallel.pipeline import make
 from parallel.sharding import Sharding
-from parallel.stages import Stages
+from parallel.step import Action, Unshard, lower
 
 Values: TypeAlias = np.ndarray[Any, Any]
 
@@ -90,7 +89,7 @@ def in_float32(layer: Layer, like: Bound) -> Bound:
 def num_gathers(model: Model) -> dict[str, int]:
     """How often ZeRO-3 gathers each unit in a forward pass."""
     actions = actions_of(model, Sharding.zero(3))
-    gathered = [each for each in actions if each.kind == "UNSHARD"]
+    gathered = [each for each in actions if isinstance(each, Unshard)]
     forward, backward = (
         Counter(each.part for each in gathered if each.phase == phase)
         for phase in ("forward", "backward")
@@ -101,8 +100,7 @@ def num_gathers(model: Model) -> dict[str, int]:
 
 def actions_of(model: Model, sharding: Sharding) -> list[Action]:
     """What one rank does in a step of one micro-batch."""
-    buckets = {unit: [unit] for unit in model.units}
-    return lower(Stages(model, make("1f1b", 1, 1)), 0, sharding, buckets=buckets)
+    return lower(RankView(Layout(Mesh(None), model, sharding=sharding), 0))
 
 
 # Derivatives

@@ -19,12 +19,20 @@ from array_api_compat import numpy as host
 import collectives
 from collectives import Communicator
 from parallel import Disk, HostMemory, MemoryTracker, Recipe, Trainer, gpt
-from parallel.nn import CrossEntropy, Embedding, Layer, Linear, Model, Unembedding
-from parallel.nn.layer import Activations, ArraySpec
-from parallel.places import OFFLOADED, READ, TO_DEVICE, TO_HOST, WRITTEN, Place
-from parallel.presets import RECOMPUTE
-from parallel.rank_report import RankReport
-from parallel.runtime.memory import activations_of
+from parallel.commands.models import RECOMPUTE
+from parallel.commands.rank_report import RankReport
+from parallel.nn import (
+    Activations,
+    ArraySpec,
+    CrossEntropy,
+    Embedding,
+    Layer,
+    Linear,
+    Model,
+    Unembedding,
+)
+from parallel.optim.storage import OFFLOADED, READ, TO_DEVICE, TO_HOST, WRITTEN, Storage
+from parallel.step.kept import activations_of
 from tests.parallel.fake_arrays import FAKE, bare, crossed
 from tests.parallel.test_memory import numpys
 from tests.parallel.test_offload import CONTEXT, ROWS, STEPS, Make, batch, bits, places, serial
@@ -48,7 +56,7 @@ def run(strategy: Trainer) -> tuple[Trainer, list[float]]:
 
 def report_of(strategy: Trainer) -> RankReport:
     rows = len(batch(0, *strategy.batch_part)[0])
-    return RankReport.of(strategy, STEPS - strategy.num_skipped, rows, CONTEXT)
+    return RankReport.of(strategy, STEPS - strategy.updates.num_skipped, rows, CONTEXT)
 
 
 def check_predictions(strategy: Trainer) -> None:
@@ -61,7 +69,7 @@ def check_predictions(strategy: Trainer) -> None:
 def saved_by_layer(strategy: Trainer) -> list[list[Activations]]:
     """By micro-batch."""
     rows = len(batch(0, *strategy.batch_part)[0])
-    return [list(part.values()) for part in activations_of(strategy, rows, CONTEXT)]
+    return [list(part.values()) for part in activations_of(strategy.view, rows, CONTEXT)]
 
 
 # The same bits, and predictions
@@ -113,7 +121,7 @@ def test_one_layer_at_a_time_is_on_the_device(recompute: str, tmp_path: Path) ->
 
 def test_nothing_moves_from_host_memory_to_host_memory() -> None:
     kept, offloaded = (
-        trained(serial, None, offload_activations=place)[0] for place in (Place, HostMemory)
+        trained(serial, None, offload_activations=place)[0] for place in (Storage, HostMemory)
     )
     assert kept.memory.peak == offloaded.memory.peak
     assert not kept.activations.moved and not offloaded.activations.moved
@@ -152,7 +160,7 @@ def test_a_skipped_update_moves_as_much() -> None:
     strategy, _ = trained(serial, None, dtype="float16", xp=FAKE, offload_activations=HostMemory)
     strategy.loss_scale.value = 2.0**40
     strategy.step(*batch(0, 0, 1), ROWS * CONTEXT)
-    assert (strategy.num_skipped, strategy.num_batches) == (1, STEPS + 1)
+    assert (strategy.updates.num_skipped, strategy.num_batches) == (1, STEPS + 1)
     check_predictions(strategy)
 
 

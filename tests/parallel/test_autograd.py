@@ -65,7 +65,8 @@ def torch_attention(p: Tensors, name: str, x: torch.Tensor, heads: int) -> torch
 
 
 def torch_linear(p: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, p[f"{name}.weight"].T, p[f"{name}.bias"])
+    weight, bias = p[f"{name}.weight"].flatten(1), p[f"{name}.bias"].flatten()
+    return F.linear(x, weight.T, bias)
 
 
 def torch_norm(p: Tensors, name: str, x: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,8 @@ from parallel.checkpoint import LoadFailed, SaveFailed, latest, load, save
 from parallel.checkpoint.contents import Index
 from parallel.nn import gpt
 from parallel.optim import SGD, AdamW
-from parallel.places import Disk, HostMemory
-from parallel.servers import SyncParameterServer
+from parallel.optim.storage import Disk, HostMemory
+from parallel.strategies import SyncParameterServer
 from tests.parallel.training import ddp, hsdp, zero1, zero2, zero3, zeropp
 
 ROOT = Path(__file__).parent.parent.parent
@@ -74,12 +74,15 @@ def state(strategy: Trainer) -> State:
     scale, units = strategy.loss_scale, strategy.model.units
     return State(
         {
-            name: (strategy.shard_slice(unit), flat.copy())
+            name: (strategy.view.shard_slice(unit), flat.copy())
             for unit in units
             for name, flat in arrays_of(strategy, unit).items()
         },
-        {unit: (strategy.stored_slice(unit), strategy.parameters[unit].copy()) for unit in units},
-        (strategy.optimizer.steps, strategy.num_skipped, scale.value, scale.num_good),
+        {
+            unit: (strategy.view.stored_slice(unit), strategy.parameters[unit].copy())
+            for unit in units
+        },
+        (strategy.optimizer.steps, strategy.updates.num_skipped, scale.value, scale.num_good),
     )
 
 
@@ -165,15 +168,15 @@ CASES = [
 def begun(comm: Communicator, kind: Any, dtype: str, seed: int = 0, **recipe: Any) -> Any:
     """Before training.  In float16 the gradients of steps 1 and 4 overflow, and are not used."""
     strategy = make(comm, kind, dtype=dtype, seed=seed, clip=0.5, optimizer=AdamW, **recipe)
-    really, scale = strategy.own_squares, strategy.loss_scale
+    really, scale = strategy.scalars.own_squares, strategy.loss_scale
 
     def own_squares() -> float:
-        done = strategy.optimizer.steps + strategy.num_skipped
+        done = strategy.optimizer.steps + strategy.updates.num_skipped
         return really() + (np.inf if done in (1, 4) else 0.0)
 
     if scale.is_dynamic:
         scale.value = 8.0 if seed else 1024.0
-        scale.interval, strategy.own_squares = 2, own_squares
+        scale.interval, strategy.scalars.own_squares = 2, own_squares
     strategy.start()
     return strategy
 
@@ -225,7 +228,7 @@ def forget_a_moment(strategy: Trainer) -> None:
 
 def forget_the_masters(strategy: Trainer) -> None:
     for unit, master in strategy.masters.items():
-        master[...] = strategy.parameter_shards[unit].astype(np.float32)
+        master[...] = strategy.arrays.parameter_shards[unit].astype(np.float32)
 
 
 def forget_the_good_steps(strategy: Trainer) -> None:

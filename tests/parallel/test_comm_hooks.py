@@ -12,7 +12,16 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel import PredictedCall, Recipe, TrafficMismatch, TrafficTable, Trainer, placement, text
+from parallel import (
+    PredictedCall,
+    RankView,
+    Recipe,
+    TrafficMismatch,
+    TrafficTable,
+    Trainer,
+    text,
+)
+from parallel.mesh import span
 from parallel.nn import (
     Activations,
     Array,
@@ -25,6 +34,7 @@ from parallel.nn import (
     gpt,
 )
 from parallel.optim import SGD, Adam, dtype_of
+from parallel.run import RankArrays
 from parallel.sharding import (
     AllReduce,
     CommHook,
@@ -120,7 +130,7 @@ def add(
         whole = ledger.gather()
         table = None
         if whole is not None:
-            calls = strategy.traffic(steps, num_skipped=strategy.num_skipped)
+            calls = strategy.traffic(steps, num_skipped=strategy.updates.num_skipped)
             table = TrafficTable(calls, whole, None, size=comm.size)
         return Run(sums, strategy, table)
 
@@ -167,21 +177,21 @@ def test_predicted_is_recorded(name: str, size: int, dtype: str) -> None:
     """To the byte, whether parameters are alone in their bucket or not."""
     bucket_bytes = BUCKET * dtype_of(dtype).itemsize
     (first, *_) = add(HOOKS[name], size, MIXED, dtype=dtype, bucket_bytes=bucket_bytes)
-    assert [len(units) for units in first.strategy.buckets.values()] == [2, 1, 1, 1, 1]
+    assert [len(units) for units in first.strategy.view.buckets.values()] == [2, 1, 1, 1, 1]
     first.check_traffic()
 
 
 def kept_by(run: Run) -> int:
     """The bytes that the hook keeps from step to step."""
-    return run.strategy.sharding.reduction.state_bytes(run.strategy)
+    return run.strategy.sharding.reduction.state_bytes(run.strategy.view)
 
 
 class Boastful(Int8Blocks):
     """It says that it sends no scales."""
 
-    def traffic(self, strategy: Trainer, bucket: str, phase: str, axes: Any) -> list[PredictedCall]:
-        calls = super().traffic(strategy, bucket, phase, axes)
-        size = strategy.bucket_size(bucket)
+    def traffic(self, view: RankView, bucket: str, phase: str, axes: Any) -> list[PredictedCall]:
+        calls = super().traffic(view, bucket, phase, axes)
+        size = view.bucket_size(bucket)
         table = without_own((size // 2, size // 2))
         return [replace(calls[0], counts=table), calls[1]]
 
@@ -229,9 +239,9 @@ def test_parameters_stay_equal_to_the_last_bit(name: str, size: int) -> None:
 class Careless(Int8Blocks):
     """The owner of a part keeps what the others get rounded."""
 
-    def run(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Iterator[Completion]:
-        own = placement.span(flat.shape[0], strategy.size, strategy.rank)
-        works = super().run(strategy, bucket, flat, axes)
+    def run(self, arrays: RankArrays, bucket: str, flat: Array, axes: Any) -> Iterator[Completion]:
+        own = span(flat.shape[0], arrays.view.mesh.size, arrays.view.rank)
+        works = super().run(arrays, bucket, flat, axes)
         yield next(works)
         yield next(works)
         before = flat[own].copy()
@@ -309,7 +319,7 @@ def test_a_float16_step_that_overflows_is_skipped_on_all_ranks(name: str) -> Non
         return np.full((16, 24), 60000.0 if step == 1 else 1.0)
 
     for run in add(HOOKS[name], 2, {"a": {"w": given}}, steps=3, dtype="float16"):
-        assert run.strategy.num_skipped == 1 and run.strategy.num_updates == 2
+        assert run.strategy.updates.num_skipped == 1 and run.strategy.updates.num_updates == 2
 
 
 # Eight bits
@@ -322,7 +332,7 @@ def test_an_element_is_rounded_once_by_each_rank_and_once_by_its_owner(size: int
     whole = exact(given, size)
     error = np.abs(add(Int8Blocks, size, {"a": {"x": given}})[0].sums[0]["a.x"] - whole)
     for owner in range(size):
-        own = placement.span(num, size, owner)
+        own = span(num, size, owner)
         bound = 0.5 * (sum(mine) - mine[owner])
         bound += 0.5 * (np.abs(whole[own]).max() + bound) / 127
         assert error[own].max() <= bound * (1 + 1e-4)
@@ -520,10 +530,10 @@ def test_orthonormal_has_zeros_for_what_adds_nothing() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_state_and_message_buffers_are_predicted_and_counted(name: str, dtype: str) -> None:
     (run, *_) = add(HOOKS[name], 2, MIXED, steps=2, dtype=dtype)
-    group = run.strategy
-    hook, memory = group.sharding.reduction, group.memory
-    kept = hook.state_bytes(group)
-    sent = sum(hook.buffer_bytes(group, bucket, ("data",)) for bucket in group.buckets)
+    view, memory = run.strategy.view, run.strategy.memory
+    hook = view.sharding.reduction
+    kept = hook.state_bytes(view)
+    sent = sum(hook.buffer_bytes(view, bucket, ("data",)) for bucket in view.buckets)
     assert memory.now["buffers"] == kept and memory.peak["buffers"] == kept + sent
     assert sent > 0 or name == dtype
 
@@ -590,7 +600,7 @@ def train(
             losses = strategy.train(steps, batch, ROWS * CONTEXT, lambda *_: None)
         whole = ledger.gather()
         if whole is not None:
-            calls = strategy.traffic(steps, num_skipped=strategy.num_skipped)
+            calls = strategy.traffic(steps, num_skipped=strategy.updates.num_skipped)
             TrafficTable(calls, whole, None, size=comm.size).check()
         return Trained(np.array(losses), strategy)
 
@@ -650,7 +660,7 @@ def test_micro_batches_are_added_up_and_sent_once() -> None:
     for run in train(Counting, recipe=recipe, steps=3):
         hook = run.strategy.sharding.reduction
         assert isinstance(hook, Counting)
-        assert hook.num_starts == 3 * len(run.strategy.buckets)
+        assert hook.num_starts == 3 * len(run.strategy.view.buckets)
         np.testing.assert_allclose(run.losses, losses("plain")[:3], rtol=1e-4)
 
 
@@ -679,11 +689,11 @@ class Largest:
     def __init__(self, num: int) -> None:
         self.num = num
 
-    def start(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Completion:
+    def start(self, arrays: RankArrays, bucket: str, flat: Array, axes: Any) -> Completion:
         num = min(self.num, len(flat))
         places = np.argsort(-np.abs(flat))[:num]
         message = np.stack([places.astype(np.float64), flat[places]])
-        work = strategy.comm_of(axes).all_gather(message, algorithm="ring", async_op=True)
+        work = arrays.comm_of(axes).all_gather(message, algorithm="ring", async_op=True)
 
         def finish() -> None:
             flat[...] = 0
@@ -692,19 +702,19 @@ class Largest:
 
         return finish
 
-    def traffic(self, strategy: Trainer, bucket: str, phase: str, axes: Any) -> list[PredictedCall]:
-        num = min(self.num, len(strategy.flats[bucket]))
-        counts = (2 * num,) * strategy.size
-        return [strategy.predicted(phase, "all_gather", counts, axes, itemsize=8)]
+    def traffic(self, view: RankView, bucket: str, phase: str, axes: Any) -> list[PredictedCall]:
+        num = min(self.num, view.bucket_size(bucket))
+        counts = (2 * num,) * view.mesh.size
+        return [view.predicted(phase, "all_gather", counts, axes, itemsize=8)]
 
-    def state(self) -> Any:
+    def state(self, optimizer: Any) -> Any:
         """No checkpoint contains anything of it."""
         return {}, {}
 
-    def allocate(self, strategy: Trainer) -> None:
+    def allocate(self, arrays: RankArrays) -> None:
         """Nothing is kept."""
 
-    def state_bytes(self, strategy: Trainer) -> int:
+    def state_bytes(self, view: RankView) -> int:
         return 0
 
 
@@ -729,15 +739,15 @@ class Twice(GeneratorHook):
     def __init__(self) -> None:
         self.notes: list[str] = []
 
-    def run(self, strategy: Trainer, bucket: str, flat: Array, axes: Any) -> Iterator[Completion]:
+    def run(self, arrays: RankArrays, bucket: str, flat: Array, axes: Any) -> Iterator[Completion]:
         for _ in range(2):
             self.notes.append(bucket)
-            yield strategy.start_call(axes, "all_reduce", flat, out=flat)
-        flat /= strategy.size
+            yield arrays.start_call(axes, "all_reduce", flat, out=flat)
+        flat /= arrays.view.mesh.size
 
-    def traffic(self, strategy: Trainer, bucket: str, phase: str, axes: Any) -> list[PredictedCall]:
-        size = strategy.bucket_size(bucket)
-        return [strategy.predicted(phase, "all_reduce", size, axes, num_calls=2)]
+    def traffic(self, view: RankView, bucket: str, phase: str, axes: Any) -> list[PredictedCall]:
+        size = view.bucket_size(bucket)
+        return [view.predicted(phase, "all_reduce", size, axes, num_calls=2)]
 
 
 def test_a_hook_that_sends_more_later_lets_other_buckets_go_first() -> None:
@@ -746,7 +756,7 @@ def test_a_hook_that_sends_more_later_lets_other_buckets_go_first() -> None:
     runs[0].check_traffic()
     for run in runs:
         assert isinstance(run.strategy.sharding.reduction, Twice)
-        assert run.strategy.sharding.reduction.notes == 2 * list(run.strategy.buckets)
+        assert run.strategy.sharding.reduction.notes == 2 * list(run.strategy.view.buckets)
     np.testing.assert_allclose(
         runs[0].sums[0]["first.bias"], exact(MIXED["first"]["bias"], 3), rtol=1e-5
     )

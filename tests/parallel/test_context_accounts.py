@@ -15,11 +15,11 @@ from parallel.nn import (
     ArraySpec,
     LayerTraffic,
     Linear,
+    Recompute,
     RingAttention,
     Sequential,
     Step,
 )
-from parallel.nn.layer import Recompute
 from parallel.optim import dtype_of
 from tests.parallel.contexts import (
     DTYPES,

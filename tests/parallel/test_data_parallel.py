@@ -15,14 +15,15 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel import Action, PredictedCall, Recipe, TrafficMismatch, Trainer
+from parallel import PredictedCall, Recipe, TrafficMismatch, Trainer
 from parallel.accounts import Tally
-from parallel.elastic import BlockingAllReduce
+from parallel.layout import Stages
 from parallel.nn import Array, Model
 from parallel.optim import AdamW
 from parallel.pipeline import make
 from parallel.sharding import AllReduce, CommHook, Completion, HalfPrecision, PowerSGD
-from parallel.stages import Stages
+from parallel.step import LayerBackward, Reduce, Update, WaitForCalls
+from parallel.strategies.elastic import BlockingAllReduce
 from tests.parallel.training import (
     CONTEXT,
     ROWS,
@@ -70,10 +71,10 @@ def test_buckets_are_filled_in_the_order_of_backward(limit: str) -> None:
     bucket_bytes, wanted = LIMITS[limit]
     (end,) = train(partial(ddp, bucket_bytes=bucket_bytes), 1, steps=0)
     trainer = end.strategy
-    assert list(trainer.buckets.values()) == wanted
-    for bucket, units in trainer.buckets.items():
-        assert 8 * trainer.bucket_size(bucket) == trainer.flats[bucket].nbytes
-        assert 8 * trainer.bucket_size(bucket) <= bucket_bytes or len(units) == 1
+    assert list(trainer.view.buckets.values()) == wanted
+    for bucket, units in trainer.view.buckets.items():
+        assert 8 * trainer.view.bucket_size(bucket) == trainer.arrays.flats[bucket].nbytes
+        assert 8 * trainer.view.bucket_size(bucket) <= bucket_bytes or len(units) == 1
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
@@ -83,12 +84,12 @@ def test_gradients_are_views_of_the_buckets_and_fill_them(bucket_bytes: int, is_
     of = partial(model, is_tied=is_tied)
     (end,) = train(partial(ddp, bucket_bytes=bucket_bytes), 1, steps=0, of=of)
     trainer = end.strategy
-    units = [unit for units in trainer.buckets.values() for unit in units]
+    units = [unit for units in trainer.view.buckets.values() for unit in units]
     assert units == backward_order(of()) and sorted(units) == sorted(of().units)
-    for bucket, units in trainer.buckets.items():
-        trainer.flats[bucket][...] = np.arange(trainer.flats[bucket].size)
+    for bucket, units in trainer.view.buckets.items():
+        trainer.arrays.flats[bucket][...] = np.arange(trainer.arrays.flats[bucket].size)
         seen = np.concatenate([trainer.gradients[unit] for unit in units])
-        np.testing.assert_array_equal(seen, trainer.flats[bucket])
+        np.testing.assert_array_equal(seen, trainer.arrays.flats[bucket])
     assert {unit: x.size for unit, x in trainer.gradients.items()} == of().unit_sizes
 
 
@@ -227,12 +228,16 @@ def test_a_micro_batch_that_synchronises_would_be_noticed() -> None:
     """The negative control."""
 
     class Eager(Trainer):
-        def backward(self, action: Action) -> None:
-            super().backward(action)
-            if (action.micro_batch, action.part) == (0, "embedding"):
-                reductions = [each for each in self.actions if each.kind in ("REDUCE", "WAIT")]
-                for each in reductions:
-                    self.do(each)
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self.functions[LayerBackward] = self.backward
+
+        def backward(self, action: LayerBackward) -> None:
+            self.micro_batches.backward(action)
+            if (action.micro_batch, action.layer) == (0, "embedding"):
+                for each in self.actions:
+                    if isinstance(each, Reduce | WaitForCalls):
+                        self.do(each)
 
     with pytest.raises(TrafficMismatch, match="backward/bucket0"):
         verdict(train(of_kind(Eager), 3, Recipe(num_micro_batches=2), steps=1))
@@ -302,7 +307,7 @@ def test_the_default_hook_is_an_all_reduce_a_bucket() -> None:
     end, _ = train(partial(ddp, algorithm="swing", bucket_bytes=1), 2, steps=0)
     trainer, hook = end.strategy, end.strategy.sharding.reduction
     assert type(hook) is AllReduce and hook.state_bytes(trainer) == 0
-    (call,) = hook.traffic(trainer, "bucket1", "backward/bucket1", ("data",))
+    (call,) = hook.traffic(trainer.view, "bucket1", "backward/bucket1", ("data",))
     assert call == PredictedCall(
         "backward/bucket1", "all_reduce", "swing", BLOCK, 8, groups=((0, 1),), axis="data",
         in_place=True,
@@ -416,7 +421,7 @@ def by_hand(*by_step: dict[int, str], ranks: int) -> tuple[list[float], dict[str
                 sums[unit] += x
         for unit, x in reference.gradients.items():
             x[...] = sums[unit]
-        reference.run([Action("UPDATE")])
+        reference.run([Update()])
     return losses, reference.parameters
 
 
@@ -467,7 +472,7 @@ def test_a_layer_that_was_unused_once_may_be_used_again() -> None:
     nobody = dict.fromkeys(range(2), "block1")
     ends, before = routed({}, nobody, {}, ranks=2), routed({}, nobody, ranks=2)
     assert bits(ends[0], "block1") != bits(before[0], "block1")
-    assert not ends[0].strategy.unused_units
+    assert not ends[0].strategy.scalars.unused_units
 
 
 def test_what_another_layer_uses_is_not_unused() -> None:
@@ -480,7 +485,7 @@ def test_what_another_layer_uses_is_not_unused() -> None:
         trainer.start()
         before = trainer.parameters["block0"].copy()
         trainer.step(*batch(0, *trainer.batch_part), TOTAL)
-        return trainer.unused_units, np.array_equal(trainer.parameters["block0"], before)
+        return trainer.scalars.unused_units, np.array_equal(trainer.parameters["block0"], before)
 
     assert collectives.run(fn, size=2) == [(set(), False)] * 2
 
@@ -500,7 +505,7 @@ def test_to_be_used_by_one_micro_batch_is_enough(find_unused_parameters: bool) -
         before = trainer.parameters["block1"].copy()
         trainer.start()
         trainer.train(1, batch, TOTAL, nothing)
-        return trainer.unused_units, np.array_equal(trainer.parameters["block1"], before)
+        return trainer.scalars.unused_units, np.array_equal(trainer.parameters["block1"], before)
 
     two, every = Recipe(num_micro_batches=2), list(model().layers)
     routes: Iterator[list[str]] = iter([every, [x for x in every if x != "block1"]])

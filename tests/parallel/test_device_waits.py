@@ -12,19 +12,19 @@ import numpy as np
 import pytest
 
 from moe.gates import GATES
-from parallel import presets
+from parallel.commands import presets
 from parallel.nn import LayerNorm
 from tests.parallel.device_runs import MICRO_BATCHES, RUNS, STEPS, trained
 from tests.parallel.fake_arrays import FAKE, bare, waits
 
-LOSS = {"Trainer.reduce_loss": STEPS}
-NORM = {"Trainer.reduce_norm": STEPS}
+LOSS = {"Scalars.sum_loss": STEPS}
+NORM = {"Scalars.sum_norm": STEPS}
 EXPERTS = {"Router._seen": STEPS * MICRO_BATCHES}  # the host chooses experts by logits
 OTHERS: dict[str, dict[str, int]] = {
     "server-async": {"Trainer.compute": STEPS},  # the loss of a worker
     "clip": LOSS | NORM,
     "float16": LOSS | NORM,
-    "zero3, host": LOSS | {"Place.copy_here": 3 * STEPS},  # the gradients of three units
+    "zero3, host": LOSS | {"Storage.copy_here": 3 * STEPS},  # the gradients of three units
     **dict.fromkeys([*GATES, "hierarchical", "weights", "cheaper", "capacity"], LOSS | EXPERTS),
     "hash": LOSS,  # which chooses by tokens
 }

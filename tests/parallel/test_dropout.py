@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from parallel import Recipe, Sharding, Trainer
-from parallel.nn import Dropout, Step
-from parallel.nn.layer import BatchRows
-from parallel.rank_report import differences
+from parallel.commands.rank_report import differences
+from parallel.nn import BatchRows, Dropout, Step
 from tests.parallel.layouts import CLIP, Setup, check_equal
 
 LAYOUTS: list[dict[str, int]] = [
@@ -63,13 +62,13 @@ def test_another_seed_drops_others() -> None:
     setup = setup_of({"data": 2})
 
     def change(trainer: Trainer) -> None:
-        whole = trainer.rows_of_ranks
+        whole = trainer.layout.rows_of_ranks
 
         def rows_of_ranks(num_rows: int, number: int, step: int) -> BatchRows:
             rows = whole(num_rows, number, step)
             return BatchRows(rows.step, rows.of_rank, rows.seed + trainer.rank)
 
-        trainer.rows_of_ranks = rows_of_ranks  # type: ignore[method-assign]
+        trainer.layout.rows_of_ranks = rows_of_ranks  # type: ignore[method-assign]
 
     with pytest.raises(AssertionError):
         check_equal(setup._replace(change=change).run(), setup.alone(), tolerance=1e-6)

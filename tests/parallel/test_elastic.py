@@ -15,9 +15,11 @@ import pytest
 
 import collectives
 from collectives import Communicator, PeerFailed
-from parallel import Mesh, Recipe, TrafficTable, text
-from parallel.elastic import DIGEST_BYTES, Elastic, ReplicaMismatch, digest
+from parallel import Mesh, RankView, Recipe, TrafficTable, text
 from parallel.nn import Model, gpt
+from parallel.run.agreement import DIGEST_BYTES
+from parallel.strategies import Elastic, ReplicaMismatch
+from parallel.strategies.elastic import digest
 from tests.parallel.training import ddp
 
 DATA = text.load(__file__)
@@ -135,7 +137,8 @@ def leaving(*leaves: tuple[int, int]) -> End:
                 if strategy.comm.rank == leaver:
                     return None
                 rest = [rank for rank in range(strategy.comm.size) if rank != leaver]
-                strategy.mesh = Mesh(strategy.comm.subgroup(rest, name="data"))
+                mesh = Mesh(strategy.comm.subgroup(rest, name="data"))
+                strategy.set_view(RankView(strategy.layout.on(mesh), mesh.rank))
             if step < STEPS:
                 losses.append(strategy.step(*batch(step, *strategy.batch_part), BATCH * CONTEXT))
         return End(losses, digest(strategy.optimizer))

@@ -12,9 +12,9 @@ import pytest
 import collectives
 from collectives import Communicator
 from parallel import SGD, Adam, Mesh, PredictedCall, Recipe, Sharding, Trainer, checkpoint, nn
-from parallel.actions import Action
+from parallel.commands.rank_report import differences
 from parallel.nn import Activations, ArraySpec, Layer, LayerTraffic, Model, ParameterSpec, Step
-from parallel.rank_report import differences
+from parallel.step import Reduce, Unshard, WaitForCalls
 from tests.covering import pairwise
 from tests.parallel.layouts import CLIP, FEW_STEPS, End, Setup, batch, check_equal, with_optimizer
 from tests.parallel.training import CONTEXT, nothing
@@ -183,8 +183,8 @@ def test_experts_are_summed_along_the_other_axes_alone(
     trainer = setup_of(axes, sharding).run()[0].trainer
     found: dict[bool, set[Any]] = {True: set(), False: set()}
     for action in trainer.actions:
-        if action.kind in ("REDUCE", "UNSHARD"):
-            units = trainer.buckets.get(action.part, [action.part])
+        if isinstance(action, Reduce | Unshard):
+            units = trainer.view.buckets.get(action.part, [action.part])
             (is_expert,) = {unit.endswith("@expert") for unit in units}
             found[is_expert].add(action.axes)
     assert found == {False: dense, True: experts}
@@ -195,19 +195,19 @@ def test_experts_are_summed_along_the_other_axes_alone(
 
 def sum_experts(trainer: Trainer) -> None:
     """Sum the gradients of experts along "expert", too."""
-    units = [unit for unit in trainer.unit_sizes if unit.endswith("@expert")]
+    units = [unit for unit in trainer.view.unit_sizes if unit.endswith("@expert")]
     at = [action.kind for action in trainer.actions].index("LOSS")
     trainer.actions[at:at] = [
         action
         for unit in units
-        for action in (Action("REDUCE", 0, None, unit, ("expert",), "partial"),
-                       Action("WAIT", 0, None, "", (), "partial"))
+        for action in (Reduce(part=unit, axes=("expert",), phase="partial"),
+                       WaitForCalls(phase="partial"))
     ]  # fmt: skip
 
 
 def sum_nothing(trainer: Trainer) -> None:
     """Sum no gradient of what all ranks have."""
-    trainer.actions = [action for action in trainer.actions if action.kind != "REDUCE"]
+    trainer.actions = [action for action in trainer.actions if not isinstance(action, Reduce)]
 
 
 @pytest.mark.parametrize("change", [sum_experts, sum_nothing])

@@ -8,12 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import collectives
 from collectives.export import Machine, Task, goal, smpi
-from parallel.export import main, parser, trainer_of
-from parallel.runtime import Trainer
-from parallel.runtime.prediction import RunSize
-from parallel.tasks import step_tasks
+from parallel.export import layout_of, main, parser
+from parallel.layout import Layout
+from parallel.predict import RunSize, step_tasks, step_traffic
 from tests.export.goal_reader import read, run
 from tests.export.smpi_reader import Replay
 
@@ -36,24 +34,23 @@ def options_of(words: str, *others: str) -> argparse.Namespace:
     return parser().parse_args([*SMALL.split(), "--format=goal", *words.split(), *others])
 
 
-def step_of(words: str, layer_seconds: float = 0.0) -> tuple[Trainer, list[list[Task]]]:
+def step_of(words: str, layer_seconds: float = 0.0) -> tuple[Layout, list[list[Task]]]:
     options = options_of(words)
-    trainer = collectives.run(lambda comm: trainer_of(comm, options), options.ranks)[0]
-    batch = options.batch, options.context
-    return trainer, step_tasks(trainer, Machine({}), layer_seconds=layer_seconds, batch=batch)
+    layout, batch = layout_of(options), (options.batch, options.context)
+    return layout, step_tasks(layout, Machine({}), layer_seconds=layer_seconds, batch=batch)
 
 
-def predicted(trainer: Trainer, words: str) -> np.ndarray:
+def predicted(layout: Layout, words: str) -> np.ndarray:
     """The messages and bytes of a step from each rank to each, by the formulas."""
     options = options_of(words)
-    calls = trainer.step_traffic(RunSize(1, 1, (options.batch, options.context)))
+    calls = step_traffic(layout, RunSize(1, 1, (options.batch, options.context)))
     size = options.ranks
     return sum((call.matrices(size) for call in calls), np.zeros((2, size, size), np.int64))
 
 
 @pytest.mark.parametrize("words", STEPS.values(), ids=STEPS)
 def test_a_step_has_exactly_the_predicted_messages(words: str) -> None:
-    trainer, ranks = step_of(words)
+    layout, ranks = step_of(words)
     found = np.zeros((2, len(ranks), len(ranks)), np.int64)
     for ends, sizes in run(read(goal.lines(ranks))).items():
         found[:, *ends] = len(sizes), sum(sizes)
@@ -61,7 +58,7 @@ def test_a_step_has_exactly_the_predicted_messages(words: str) -> None:
     for rank, tasks in enumerate(ranks):
         for task in tasks:
             empty[1, rank, task.peer] += task.kind == "send" and task.size == 0
-    np.testing.assert_array_equal(found - empty, predicted(trainer, words))
+    np.testing.assert_array_equal(found - empty, predicted(layout, words))
     assert found[0].any()
 
 
@@ -84,10 +81,10 @@ def test_a_layer_waits_for_its_own_parameters_only() -> None:
 
 def test_a_missing_call_is_noticed() -> None:
     words = STEPS["ddp"]
-    trainer, ranks = step_of(words)
+    layout, ranks = step_of(words)
     shorter = [tasks[:-4] for tasks in ranks]
     found = sum(task.size for tasks in shorter for task in tasks if task.kind == "send")
-    assert found != predicted(trainer, words)[1].sum()
+    assert found != predicted(layout, words)[1].sum()
 
 
 def test_the_command_writes_each_format(tmp_path: Path) -> None:

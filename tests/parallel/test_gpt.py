@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from parallel import MemoryTracker
+from parallel.layout import Stages
 from parallel.nn import Gelu, Layer, LayerNorm, Model, Sequential, Step, gpt
 from parallel.optim import dtype_of
 from parallel.pipeline import make
-from parallel.stages import Stages
 from tests.parallel.models import (
     Bound,
     Values,

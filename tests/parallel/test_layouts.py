@@ -14,8 +14,17 @@ import pytest
 import collectives
 from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer
 from parallel.accounts.table import by_axis, sums
+from parallel.commands.rank_report import differences
 from parallel.pipeline import SCHEDULES, Schedule, parse, simulate
-from parallel.rank_report import differences
+from parallel.step import (
+    LayerAction,
+    LayerBackward,
+    LayerBackwardInput,
+    LayerBackwardWeight,
+    LayerForward,
+    Reduce,
+    StageMessage,
+)
 from tests.covering import pairwise
 from tests.parallel.layouts import (
     CLIP,
@@ -69,7 +78,7 @@ def check_parameter_bytes(ends: list[Any]) -> None:
     places: dict[str, Counter[Any]] = {name: Counter() for name in model.specs}
     for end in ends:
         trainer = end.trainer
-        stages = trainer.stages.units_of[trainer.pipe_place]
+        stages = trainer.stages.units_of[trainer.view.pipe_index]
         boxes = {name: box for unit in stages for name, box in trainer.model.boxes(unit).items()}
         nbytes = 8 * sum(math.prod(box.shape) for box in boxes.values())
         assert trainer.memory.now["parameters"] == nbytes
@@ -107,7 +116,7 @@ def test_without_one_sum_the_result_is_another(axis: str, layout: dict[str, int]
     def skip(trainer: Trainer) -> None:
         trainer.actions = [
             each for each in trainer.actions
-            if not (each.kind == "REDUCE" and any(a.partition("[")[0] == axis for a in each.axes))
+            if not (isinstance(each, Reduce) and axis in {a.partition("[")[0] for a in each.axes})
         ]  # fmt: skip
 
     model = (("is_tied", True), ("sequence_parallel", "keep"))
@@ -243,7 +252,7 @@ def test_traffic_before_the_first_step_is_the_record_after_the_last() -> None:
 def test_a_message_more_than_predicted_is_noticed() -> None:
     def more(trainer: Trainer) -> None:
         pipe: Any = trainer.mesh["pipe"]
-        if trainer.pipe_place == 0:
+        if trainer.view.pipe_index == 0:
             pipe.send(np.ones(1), 1, tag=1 << 20)
         else:
             pipe.recv(np.ones(1), 0, tag=1 << 20)
@@ -269,19 +278,14 @@ def test_live_activations_are_those_of_the_simulator(name: str) -> None:
     def watch(trainer: Trainer) -> None:
         run, layers = trainer.micro_batches, trainer.stages.layers
 
-        def counted(kind: str) -> Any:
-            method = getattr(trainer, kind)
+        def counted(action: LayerForward) -> None:
+            run.forward(action)
+            if action.layer == layers[action.stage][-1]:
+                held = {*run._saved, *run._rests}
+                of_stage = {(k, trainer.stages.stage_of[name]) for k, name in held}
+                most[trainer.rank] = max(most.get(trainer.rank, 0), len(of_stage))
 
-            def action_and_count(action: Any) -> Any:
-                method(action)
-                if action.part == layers[action.stage][-1 if kind == "forward" else 0]:
-                    held = {*run._saved, *run._rests}
-                    of_stage = {(k, trainer.stages.stage_of[name]) for k, name in held}
-                    most[trainer.rank] = max(most.get(trainer.rank, 0), len(of_stage))
-
-            return action_and_count
-
-        trainer.forward = counted("forward")  # type: ignore[method-assign]
+        trainer.functions[LayerForward] = counted
 
     recipe = Recipe(num_micro_batches=8, clip=CLIP)
     setup = setup_of(4, 1, 1, schedule=name, recipe=recipe, blocks=6, change=watch)
@@ -302,7 +306,7 @@ def test_actions_are_done_as_the_schedule_says_cell_by_cell(name: str) -> None:
         log[trainer.rank], do = [], trainer.do
 
         def logged(action: Any) -> Any:
-            if action.kind[:4] in ("F", "B", "I", "W", "SEND", "RECV"):
+            if isinstance(action, LayerAction | StageMessage):
                 log[trainer.rank].append(str(action))
             return do(action)
 
@@ -315,7 +319,7 @@ def test_actions_are_done_as_the_schedule_says_cell_by_cell(name: str) -> None:
         of_step = log[place][: len(log[place]) // FEW_STEPS]
         cells = [word.partition("[")[0].partition("@")[0] for word in of_step]
         found = list(dict.fromkeys(cells))
-        parts = [str(part) for action in wanted for part in action.parts or (action,)]
+        parts = [str(part) for action in wanted for part in action.parts]
         if name == "dualpipe-v":  # layers of two overlapping actions alternate
             assert sorted(found) == sorted(parts)
         else:
@@ -327,20 +331,22 @@ def test_first_i_changes_no_gradient_then_w_makes_them_all_to_the_bit() -> None:
     gradients: dict[str, Any] = {}
 
     def watch(trainer: Trainer) -> None:
-        backward = trainer.backward
+        functions = trainer.functions
+        right = dict(functions)
 
-        def checked(action: Any) -> None:
+        def checked(action: LayerAction) -> None:
             before = {unit: x.copy() for unit, x in trainer.gradients.items()}
-            backward(action)
-            units = trainer.model.units_of(action.part)
+            right[type(action)](action)
+            units = trainer.model.units_of(action.layer)
             for unit, x in trainer.gradients.items():
                 is_changed = (x != before[unit]).any()
-                if action.kind == "I" or unit not in units:
+                if isinstance(action, LayerBackwardInput) or unit not in units:
                     assert not is_changed
                 else:
                     assert is_changed
 
-        trainer.backward = checked  # type: ignore[method-assign]
+        halves = LayerBackwardInput, LayerBackwardWeight
+        functions |= dict.fromkeys((LayerBackward, *halves), checked)
 
     for name in ("1f1b", "zb-h1"):
         recipe = Recipe(num_micro_batches=3)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from parallel import Recipe, Sharding, Trainer
+from parallel.commands.rank_report import differences
 from parallel.optim import SGD, Adam
+from parallel.optim.storage import HostMemory, Storage
 from parallel.pipeline import SCHEDULES
-from parallel.places import HostMemory, Place
-from parallel.rank_report import differences
+from parallel.step import Reduce
 from tests.parallel.layouts import CLIP, FEW_STEPS, End, Setup, check_equal
 
 FACTORS = [(2,), (3,), (2, 2), (2, 3), (2, 2, 2)]  # of the number of ranks
@@ -37,8 +38,8 @@ def drawn(seed: int) -> Setup:
         num_micro_batches=draw.randint(1, 8) if info.needs == "m >= 1" else 2 * pipe,
         clip=draw.choice([None, CLIP]),
         optimizer=draw.choice([partial(SGD, momentum=0.9, lr=0.01), Adam]),
-        offload=draw.choice([Place, HostMemory]),
-        offload_activations=draw.choice([Place, HostMemory]),
+        offload=draw.choice([Storage, HostMemory]),
+        offload_activations=draw.choice([Storage, HostMemory]),
     )
     model: dict[str, Any] = {
         "is_tied": draw.random() < 0.5,
@@ -79,7 +80,7 @@ def test_a_combination_without_a_sum_would_be_noticed() -> None:
     """The negative control."""
 
     def without_sums(trainer: Trainer) -> None:
-        trainer.actions = [each for each in trainer.actions if each.kind != "REDUCE"]
+        trainer.actions = [each for each in trainer.actions if not isinstance(each, Reduce)]
 
     setup = drawn(0)
     assert any(size > 1 for axis, size in setup.axes if axis in ("data", "context"))

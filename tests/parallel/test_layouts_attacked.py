@@ -13,12 +13,13 @@ import pytest
 
 import collectives
 from parallel import Mesh, ModelMismatch, Recipe, Sharding, Trainer, gpt
+from parallel.commands.rank_report import differences
+from parallel.commands.training import Training
 from parallel.nn import CrossEntropy, Embedding, Gelu, Linear, Model
 from parallel.nn.tensor import Divided, VocabularyEmbedding, Whole
+from parallel.optim.storage import Disk
 from parallel.pipeline import InvalidSchedule, Schedule, parse
-from parallel.places import Disk
-from parallel.rank_report import differences
-from parallel.train import Training, parser
+from parallel.train import parser
 from tests.parallel import layouts
 from tests.parallel.layouts import CLIP, ROWS, STEPS, Setup, check_equal
 from tests.parallel.training import CONTEXT, nothing

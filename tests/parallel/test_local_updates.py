@@ -110,7 +110,7 @@ def test_in_two_bytes_the_common_model_is_kept_and_sent_in_float32() -> None:
     for unit, x in trainer.sharding.reduction.common.items():
         assert x.dtype == np.float32
         np.testing.assert_array_equal(trainer.masters[unit], x)
-        np.testing.assert_array_equal(trainer.parameters[unit], x.astype(trainer.dtype))
+        np.testing.assert_array_equal(trainer.parameters[unit], x.astype(trainer.view.dtype))
 
 
 def test_a_checkpoint_continues_it_to_the_bit_and_is_refused_between(tmp_path: Path) -> None:

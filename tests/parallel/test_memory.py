@@ -19,7 +19,6 @@ from collectives import Communicator
 from collectives.programs import program
 from parallel import (
     SGD,
-    Action,
     Adam,
     AllReduce,
     HalfPrecision,
@@ -33,13 +32,14 @@ from parallel import (
 )
 from parallel.accounts import CATEGORIES
 from parallel.memory import gigabytes, main
+from parallel.mesh import length, span
 from parallel.nn import Model
 from parallel.optim import dtype_of
 from parallel.optim.formulas import offloaded_bytes, state_bytes
-from parallel.placement import length, span
-from parallel.runtime.memory import num_shard_elements, peak_memory
-from parallel.servers import SyncParameterServer
+from parallel.run.memory import peak_memory, step_memory
 from parallel.sharding.sharding import DIVIDED
+from parallel.step import LayerBackward, LayerForward, Reshard, Update, WaitForCalls
+from parallel.strategies import SyncParameterServer
 from tests.parallel.training import ddp, hsdp, of_kind, zero1, zero2, zero3, zeropp
 
 ROOT = Path(__file__).parents[2]
@@ -172,43 +172,57 @@ def test_the_optimizer_says_how_many_states_there_are(make: Make) -> None:
 class HoardsGradients(Trainer):
     """Does not free what has been reduced."""
 
-    def wait(self, action: Action) -> None:
-        reduced = map(self.full_gradients.get, self.units._reducing)
-        self.hoard = [*getattr(self, "hoard", []), *reduced]
-        super().wait(action)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.functions[WaitForCalls], self.hoard = self.wait, []
+
+    def wait(self, action: WaitForCalls) -> None:
+        self.hoard += map(self.arrays.full_gradients.get, self.units._reducing)
+        self.units.wait(action)
 
 
 class HoardsParameters(Trainer):
     """Does not free what has been used."""
 
-    def do(self, action: Action) -> bool | None:
-        if action.kind == "RESHARD":
-            self.hoard = [*getattr(self, "hoard", []), *self.full_parameters.values()]
-        return super().do(action)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.functions[Reshard], self.hoard = self.reshard, []
+
+    def reshard(self, action: Reshard) -> None:
+        self.hoard += self.arrays.full_parameters.values()
+        self.units.reshard(action)
 
 
 class HoardsActivations(Trainer):
     """Does not free what backward has used."""
 
-    def backward(self, action: Action) -> None:
-        self.hoard = [*getattr(self, "hoard", []), *self.micro_batches._saved.values()]
-        super().backward(action)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.functions[LayerBackward], self.hoard = self.backward, []
+
+    def backward(self, action: LayerBackward) -> None:
+        self.hoard += self.micro_batches._saved.values()
+        self.micro_batches.backward(action)
 
 
 class HoardsScratch(Trainer):
     """Counts the scratch memory of a call longer than until the call is complete."""
 
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._right, self.arrays.start_call = self.arrays.start_call, self.start_call  # type: ignore[method-assign]
+
     def start_call(self, *args: Any, **options: Any) -> Any:
         self.memory.add("scratch", 1)
-        return super().start_call(*args, **options)
+        return self._right(*args, **options)
 
 
 class CopiesMasters(Trainer):
     """Keeps copies that it does not need."""
 
-    def _allocate_parameters(self) -> None:
-        super()._allocate_parameters()
-        self.hoard = [self.new_buffer("master", 1)]
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.hoard = [self.arrays.new_buffer("master", 1)]
 
 
 @pytest.mark.parametrize(
@@ -258,8 +272,8 @@ def test_a_wrong_formula_is_noticed() -> None:
         strategy = trained(zero2, comm, MIXED)
         counts, whole = counted(strategy), strategy.model.num_parameters
         right: dict[str, Any] = {
-            "num_elements": whole, "num_shard_elements": num_shard_elements(strategy),
-            "dtype": strategy.dtype,
+            "num_elements": whole, "num_shard_elements": step_memory(strategy).num_updated,
+            "dtype": strategy.view.dtype,
             "sharded": DIVIDED[2], "num_states": 2, "is_offloaded": False,
         }  # fmt: skip
         wrong = {
@@ -298,9 +312,10 @@ def test_what_a_rank_owns_is_its_share() -> None:
     def check(comm: Communicator) -> None:
         model, (rank, size) = MIXED.model(), (comm.rank, comm.size)
         sizes = model.unit_sizes.values()
-        assert num_shard_elements(zero1(comm, model)) == shard_size(sizes, size, rank)
-        assert num_shard_elements(hsdp(comm, model, group_size=2)) == shard_size(sizes, 2, rank % 2)
-        assert num_shard_elements(ddp(comm, model)) == shard_size(sizes, 1, 0) == sum(sizes)
+        assert step_memory(zero1(comm, model)).num_updated == shard_size(sizes, size, rank)
+        hybrid = hsdp(comm, model, group_size=2)
+        assert step_memory(hybrid).num_updated == shard_size(sizes, 2, rank % 2)
+        assert step_memory(ddp(comm, model)).num_updated == shard_size(sizes, 1, 0) == sum(sizes)
 
     collectives.run(check, size=4)
 
@@ -360,7 +375,7 @@ def test_nothing_is_alive_after_a_step_but_what_is_counted(make: Make) -> None:
         comm = comm.split(0, name="data")  # what the communicator of the mesh would be
         before = numpys()
         strategy = trained(make, comm, large)
-        assert min(map(strategy.unit_nbytes, strategy.model.units)) > 16 * 1024
+        assert min(map(strategy.view.unit_nbytes, strategy.model.units)) > 16 * 1024
         comm._session.runs.forget()
         program._compiled.cache_clear()
         return numpys() - before - sum(strategy.memory.now.values())
@@ -375,11 +390,15 @@ def test_nothing_is_alive_between_forward_and_backward_but_what_is_counted(case:
     seen: list[tuple[int, int]] = []
 
     class Watched(Trainer):
-        def forward(self, action: Action) -> None:
-            if action.part == "embedding":
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self.functions[LayerForward] = self.forward
+
+        def forward(self, action: LayerForward) -> None:
+            if action.layer == "embedding":
                 self.before = numpys()
-            super().forward(action)
-            if action.part == "loss":
+            self.micro_batches.forward(action)
+            if action.layer == "loss":
                 seen.append((numpys() - self.before, self.memory.now["activations"]))
 
     trained(of_kind(Watched), None, case)
@@ -390,9 +409,13 @@ def test_nothing_is_alive_between_forward_and_backward_but_what_is_counted(case:
 @pytest.mark.usefixtures("traced")
 def test_an_array_that_nobody_counts_is_noticed() -> None:
     class Secretive(Trainer):
-        def update(self, action: Action) -> bool:
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self.functions[Update] = self.update
+
+        def update(self, action: Update) -> bool:
             self.secret = np.zeros(3)
-            return super().update(action)
+            return self.updates.update(action)
 
     before = numpys()
     strategy = trained(of_kind(Secretive), None, MIXED)

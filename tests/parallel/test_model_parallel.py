@@ -22,6 +22,7 @@ from parallel import (
     ModelMismatch,
     PowerSGD,
     PredictedCall,
+    RankView,
     Recipe,
     Sharding,
     TrafficMismatch,
@@ -29,9 +30,22 @@ from parallel import (
     Trainer,
     checkpoint,
 )
-from parallel.nn import Array, CrossEntropy, Embedding, Gelu, Layer, Linear, Model, Step
-from parallel.nn.layer import Activations, ArraySpec, LayerTraffic, ParameterSpec, Recompute
-from parallel.rank_report import RankReport, differences
+from parallel.commands.rank_report import RankReport, differences
+from parallel.nn import (
+    Activations,
+    Array,
+    ArraySpec,
+    CrossEntropy,
+    Embedding,
+    Gelu,
+    Layer,
+    LayerTraffic,
+    Linear,
+    Model,
+    ParameterSpec,
+    Recompute,
+    Step,
+)
 from tests.parallel.training import CONTEXT, ROWS, batch, kept_by, nothing
 
 HIDDEN, WIDTH, STEPS = 6, 7, 3
@@ -150,7 +164,7 @@ def run(
         with comm.record() as ledger:
             trainer.start()
             losses = trainer.train(STEPS, batch, ROWS * CONTEXT, nothing)
-        whole, skipped = ledger.gather(), trainer.num_skipped
+        whole, skipped = ledger.gather(), trainer.updates.num_skipped
         table = None
         if whole is not None:
             calls = trainer.traffic(STEPS, batch=(ROWS, CONTEXT), num_skipped=skipped)
@@ -223,7 +237,7 @@ def test_what_a_layer_does_not_say_is_noticed() -> None:
 
 
 def test_a_norm_that_counts_copies_twice_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Trainer, "is_first_copy", lambda *_: True)
+    monkeypatch.setattr(RankView, "is_first_copy", lambda *_: True)
     recipe = Recipe(clip=0.1)
     assert not np.allclose(run("ddp", 4, 2, recipe)[0].losses, serial(recipe), rtol=1e-9)
 

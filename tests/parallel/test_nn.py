@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from parallel import MemoryTracker, Trainer
+from parallel.layout import Stages
 from parallel.nn import (
     ArraySpec,
+    Attention,
     CausalAttention,
     CrossEntropy,
     Embedding,
@@ -22,18 +24,17 @@ from parallel.nn import (
     Linear,
     Model,
     ParameterSpec,
+    Recompute,
     Residual,
     Sequential,
     Step,
     Unembedding,
+    matmul,
 )
-from parallel.nn.functional import matmul
-from parallel.nn.layer import Recompute
 from parallel.optim import dtype_of
 from parallel.pipeline import make
-from parallel.runtime.memory import peak_memory
+from parallel.run.memory import peak_memory
 from parallel.sharding import Sharding
-from parallel.stages import Stages
 from tests.parallel.models import (
     CLOSE,
     Bound,
@@ -84,6 +85,7 @@ CASES = {
     "gelu": Case(Gelu, (2, 3, 5)),
     "norm": Case(lambda: LayerNorm(5), (2, 3, 5)),
     "attention": Case(lambda: CausalAttention(2), (2, 4, 18)),
+    "attention to all": Case(lambda: Attention(2), (2, 4, 18)),
     "attention of one head": Case(lambda: CausalAttention(1), (2, 4, 9)),
     "attention to itself": Case(lambda: CausalAttention(2), (2, 1, 12)),
     "sequential": Case(lambda: Sequential(mlp()), (2, 3, 5)),
@@ -248,12 +250,7 @@ def test_attention_looks_back_only() -> None:
 
 def test_a_look_ahead_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The negative control: attention whose softmax goes over all positions."""
-
-    def softmax(scores: Values) -> Values:
-        powers = np.exp(scores)
-        return powers / powers.sum(axis=-1, keepdims=True)
-
-    monkeypatch.setattr("parallel.nn.layers.causal_softmax", softmax)
+    monkeypatch.setattr("parallel.nn.plain.attention.causal", lambda scores: scores)
     with pytest.raises(AssertionError):
         check_causal()
 
@@ -704,7 +701,7 @@ def test_layers_run_in_the_order_given_and_back() -> None:
         ("F", ["first", "gelu", "mid", "last"]),
         ("B", ["last", "mid", "gelu", "first"]),
     ):
-        assert [each.part for each in actions if each.kind == kind] == names
+        assert [each.name for each in actions if each.code == kind] == names
 
 
 def random_model(rng: np.random.Generator) -> Model:

@@ -23,8 +23,8 @@ from parallel.accounts import CATEGORIES
 from parallel.nn import Array, Model
 from parallel.optim import Offload, dtype_of
 from parallel.optim.formulas import bytes_moved
-from parallel.places import READ, TO_DEVICE, TO_HOST, WRITTEN, Disk, HostMemory, Place
-from parallel.runtime.memory import offload_traffic, peak_memory, peak_offloaded_memory
+from parallel.optim.storage import READ, TO_DEVICE, TO_HOST, WRITTEN, Disk, HostMemory, Storage
+from parallel.run.memory import offload_traffic, peak_memory, peak_offloaded_memory
 from tests.parallel.fake_arrays import FAKE, FakeArray, bare, crossed
 from tests.parallel.training import ddp, zero1, zero2, zero3
 
@@ -64,8 +64,8 @@ def check_predictions(strategy: Trainer) -> None:
     here = {category: strategy.memory.peak[category] for category in CATEGORIES}
     assert here == peak_memory(strategy, rows, CONTEXT)
     assert peak_offloaded_memory(strategy) == {x: there[x] for x in peak_offloaded_memory(strategy)}
-    updates = strategy.num_updates_in(STEPS) - strategy.num_skipped
-    assert Counter(offload_traffic(strategy, updates)) == strategy.offload.place.moved
+    updates = strategy.num_updates_in(STEPS) - strategy.updates.num_skipped
+    assert Counter(offload_traffic(strategy, updates)) == strategy.offload.storage.moved
 
 
 @pytest.mark.parametrize("mix", [operator.add, operator.matmul, np.add, np.dot])
@@ -86,7 +86,7 @@ def test_the_fake_device_does_not_mix_with_the_host(mix: Any) -> None:
 
 
 def places(folder: Path) -> list[Any]:
-    return [Place, HostMemory, partial(Disk, folder)]
+    return [Storage, HostMemory, partial(Disk, folder)]
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,11 @@ def test_every_offload_gives_the_same_bits(
     def run(comm: Communicator, offload: Any) -> list[bytes]:
         strategy, losses = trained(make, comm, dtype=dtype, offload=offload)
         check_predictions(strategy)
-        assert strategy.offload.place.moved[TO_HOST] == strategy.offload.place.moved[TO_DEVICE] == 0
+        assert (
+            strategy.offload.storage.moved[TO_HOST]
+            == strategy.offload.storage.moved[TO_DEVICE]
+            == 0
+        )
         return bits(strategy, losses)
 
     def runs(comm: Communicator) -> list[list[bytes]]:
@@ -132,11 +136,11 @@ def test_all_that_crosses_is_counted(make: Make, size: int, dtype: str, tmp_path
             crossed().clear()
             strategy, losses = trained(make, comm, dtype=dtype, xp=FAKE, offload=offload)
             check_predictions(strategy)
-            assert strategy.offload.place.is_cross_device is (offload is not Place)
+            assert strategy.offload.storage.is_cross_device is (offload is not Storage)
             assert bits(strategy, losses) == reference
             tokens = STEPS * sum(x.nbytes for x in batch(0, *strategy.batch_part))
             given = strategy.memory.peak["parameters"] + tokens
-            moved = strategy.offload.place.moved
+            moved = strategy.offload.storage.moved
             is_looked_at = make in (zero1, zero2)
             looked_at = is_looked_at * strategy.memory.peak["parameters"]
             ways = {"get": moved[TO_HOST] + looked_at, "set": moved[TO_DEVICE], "asarray": given}
@@ -163,7 +167,7 @@ class ForgetsToCopyBack(HostMemory):
 def test_an_offload_that_does_not_tell_is_noticed() -> None:
     crossed().clear()
     strategy, _ = trained(serial, None, dtype="float16", xp=FAKE, offload=FetchesTwice)
-    assert crossed()["get"] == 2 * strategy.offload.place.moved[TO_HOST] > 0
+    assert crossed()["get"] == 2 * strategy.offload.storage.moved[TO_HOST] > 0
 
 
 def test_parameters_that_are_not_sent_back_are_noticed() -> None:
@@ -179,10 +183,10 @@ def test_masters_elsewhere_are_copies_and_on_the_device_only_of_another_dtype(
 ) -> None:
     def is_kept_twice(offload: Any, dtype: str) -> bool:
         strategy, _ = trained(serial, None, dtype=dtype, offload=offload)
-        mine, theirs = strategy.parameter_shards["block0"], strategy.masters["block0"]
-        assert np.shares_memory(mine, theirs) is (strategy.masters is strategy.parameter_shards)
+        shards, masters = strategy.arrays.parameter_shards, strategy.masters
+        assert np.shares_memory(shards["block0"], masters["block0"]) is (masters is shards)
         assert sum(strategy.offload.memory.peak[x] for x in ("master", "optimizer")) > 0
-        return strategy.masters is not strategy.parameter_shards
+        return masters is not shards
 
     for dtype in ("float64", "float32", "float16"):
         kept = [is_kept_twice(offload, dtype) for offload in places(tmp_path)]
@@ -209,7 +213,7 @@ def test_one_buffer_holds_what_comes_and_goes() -> None:
 
     def found(comm: Communicator) -> tuple[int, int]:
         strategy, _ = trained(zero2, comm, dtype="float16", xp=FAKE, offload=HostMemory)
-        parts = [x.shape[0] for x in strategy.parameter_shards.values()]
+        parts = [x.shape[0] for x in strategy.arrays.parameter_shards.values()]
         assert min(parts) < max(parts)
         return strategy.offload.memory.peak["buffers"], 2 * max(parts)
 
@@ -220,11 +224,11 @@ def test_a_skipped_update_moves_nothing(tmp_path: Path) -> None:
     model = gpt(num_layers=1, hidden=6, num_heads=2, context=CONTEXT)
     recipe = Recipe("float16", offload=partial(Disk, tmp_path), xp=FAKE)
     strategy = Trainer(None, model, recipe)
-    before = Counter(strategy.offload.place.moved)
+    before = Counter(strategy.offload.storage.moved)
     strategy.loss_scale.value = 2.0**40
     strategy.step(*batch(0, 0, 1), ROWS * CONTEXT)
-    assert (strategy.num_skipped, strategy.num_updates) == (1, 0)
-    assert strategy.offload.place.moved == before == Counter(offload_traffic(strategy, 0))
+    assert (strategy.updates.num_skipped, strategy.updates.num_updates) == (1, 0)
+    assert strategy.offload.storage.moved == before == Counter(offload_traffic(strategy, 0))
     assert all(before[x] < n for x, n in offload_traffic(strategy, 1).items())
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from parallel import PowerSGD
-from parallel.runtime import overlap
-from parallel.runtime.overlap import PERIOD, Overlap
+from parallel.run.computing import overlap
+from parallel.run.computing.overlap import PERIOD, Overlap
 from tests.parallel.training import ddp, train, zero3
 
 

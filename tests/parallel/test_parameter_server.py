@@ -16,10 +16,12 @@ import collectives
 from collectives import CollectiveTimeout, Communicator, Ledger, PeerFailed
 from parallel import Action, PredictedCall, Recipe, TrafficMismatch, TrafficTable, Trainer, text
 from parallel.accounts import Tally
+from parallel.layout import BatchFunction
 from parallel.nn import Model, gpt
 from parallel.optim import SGD
-from parallel.runtime import BatchFunction, RunSize
-from parallel.servers import AsyncParameterServer, Staleness, SyncParameterServer
+from parallel.predict import RunSize
+from parallel.step import Reduce, Update
+from parallel.strategies import AsyncParameterServer, Staleness, SyncParameterServer
 
 ROWS, CONTEXT, STEPS = 11, 3, 4  # 11 rows on 2, 3, 4 and 5 ranks: every division is uneven
 TOTAL = ROWS * CONTEXT
@@ -82,7 +84,9 @@ def train(
         whole = ledger.gather()
         table = None
         if whole is not None:
-            calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), num_skipped=strategy.num_skipped)
+            calls = strategy.traffic(
+                steps, batch=(ROWS, CONTEXT), num_skipped=strategy.updates.num_skipped
+            )
             table = TrafficTable(calls, whole, None, size=comm.size)
         return End(losses, digests, strategy, whole, table)
 
@@ -138,9 +142,11 @@ def test_losses_of_100_steps_are_those_of_one_rank(ranks: int) -> None:
 
 def test_a_gradient_left_out_would_be_noticed() -> None:
     class Forgetful(SyncParameterServer):
-        def do(self, action: Action) -> bool | None:
-            """The server keeps to its own rows."""
-            return None if action.kind == "REDUCE" else super().do(action)
+        """The server keeps to its own rows."""
+
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self.functions[Reduce] = lambda action: None
 
     losses = train(Forgetful, 3)[0].losses
     assert not np.allclose(losses, serial()[0], rtol=1e-4)
@@ -181,7 +187,7 @@ def test_a_step_that_overflows_is_skipped_on_all_ranks() -> None:
     wanted, _ = serial(Recipe(**MIXED), 12, too_large)
     runs = train(SyncParameterServer, 3, Recipe(**MIXED), steps=12, before=too_large)
     checked(runs)
-    updates = {(run.strategy.num_skipped, run.strategy.num_updates) for run in runs}
+    updates = {(run.strategy.updates.num_skipped, run.strategy.updates.num_updates) for run in runs}
     scales = {run.strategy.loss_scale.value for run in runs}
     ((num_skipped, num_updates),) = updates
     assert 0 < num_skipped < 12 and num_skipped + num_updates == 12
@@ -265,8 +271,8 @@ def test_one_worker_trains_as_one_rank_does_to_the_last_bit(
     )
     assert [run.losses for run in runs] == [losses] * 2
     assert [digest(run.strategy) for run in runs] == [parameters] * 2
-    assert runs[0].strategy.num_skipped == runs[1].strategy.num_skipped
-    assert (runs[0].strategy.num_skipped > 0) == (recipe.dtype == "float16")
+    assert runs[0].strategy.updates.num_skipped == runs[1].strategy.updates.num_skipped
+    assert (runs[0].strategy.updates.num_skipped > 0) == (recipe.dtype == "float16")
     assert runs[0].strategy.staleness == [Staleness(1, step, 0) for step in range(12)]
 
 
@@ -301,7 +307,7 @@ def test_in_the_end_all_ranks_have_the_same_parameters_to_the_last_bit(ranks: in
 def test_every_push_is_applied_once_and_the_server_has_the_losses_in_that_order() -> None:
     server, *workers = train(AsyncParameterServer, 4)
     pushes = server.strategy.staleness
-    assert len(pushes) == server.strategy.num_updates == 3 * STEPS
+    assert len(pushes) == server.strategy.updates.num_updates == 3 * STEPS
     for worker, run in enumerate(workers, 1):
         assert [push.step for push in pushes if push.worker == worker] == list(range(STEPS))
         its = [loss for loss, p in zip(server.losses, pushes, strict=True) if p.worker == worker]
@@ -346,12 +352,12 @@ class Stalling:
             return
 
         def watched(action: Action) -> bool:
-            is_made = update(action)
+            is_made = strategy.updates.update(action)
             if sum(push.worker == 2 for push in strategy.staleness) == self.num_others:
                 threading.Timer(0.1, self.may_go.set).start()
             return is_made
 
-        update, strategy.update = strategy.update, watched
+        strategy.functions[Update] = watched
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2])
@@ -567,7 +573,8 @@ def test_a_scatter_of_even_parts_would_be_noticed() -> None:
     class Even(SyncParameterServer):
         def step_traffic(self, run: RunSize) -> list[PredictedCall]:
             kept = [c for c in super().step_traffic(run) if c.collective != "scatter"]
-            even = self.predicted("data", "scatter", (4 * 2 * CONTEXT,) * 3, ("data",), itemsize=8)
+            counts = (4 * 2 * CONTEXT,) * 3
+            even = self.view.predicted("data", "scatter", counts, ("data",), itemsize=8)
             return [*kept, replace(even, num_calls=run.num_steps)]
 
     with pytest.raises(TrafficMismatch, match="data/scatter"):

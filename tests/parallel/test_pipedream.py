@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from parallel import SGD, Recipe, Sharding, Trainer
+from parallel.commands.rank_report import differences
+from parallel.layout import Stages
+from parallel.mesh import length, span
 from parallel.nn import Step
 from parallel.optim import Adam
 from parallel.pipeline import make, simulate
-from parallel.placement import length, span
-from parallel.rank_report import differences
-from parallel.stages import Stages
 from tests.parallel.layouts import STEPS, Setup, batch, boxes_of, with_optimizer
 from tests.parallel.training import CONTEXT, Values
 
@@ -67,9 +67,9 @@ class Emulation:
     def one(self, x: Any, y: Any, total: int, k: int, versions: list[dict[str, Values]]) -> float:
         """Add to the gradients of one micro-batch; return its loss."""
         values = {unit: w for version in versions for unit, w in version.items()}
-        saved, step = [], Step(y, total, k)
+        saved, step = [], Step(y, total)
         for name, layer in self.model.layers.items():
-            self.model.bind(name, values, self.trainer.full_gradients)
+            self.model.bind(name, values, self.trainer.arrays.full_gradients)
             x, kept = layer.forward(x, step)
             saved.append(kept)
         dy: Any = 1.0
@@ -78,7 +78,7 @@ class Emulation:
         return float(x)
 
     def update(self) -> None:
-        self.trainer.optimizer.step(self.trainer.gradient_shards)
+        self.trainer.optimizer.step(self.trainer.arrays.gradient_shards)
         for flat in self.trainer.gradients.values():
             flat[...] = 0
         for stage, layers in enumerate(self.layers):
@@ -153,7 +153,7 @@ def test_every_micro_batch_counts_as_many_tokens_as_it_has() -> None:
     """Rows that ranks divide unevenly are divided unevenly again."""
     rows = [length(span(17, 2, rank)) for rank in range(2)]
     (first, *_) = setup_of(1, 2, 1).run()
-    totals = first.trainer._totals(17 * CONTEXT, CONTEXT)
+    totals = first.trainer.micro_batches._totals(17 * CONTEXT, CONTEXT)
     each = [[length(span(n, MICRO_BATCHES, k)) for k in range(MICRO_BATCHES)] for n in rows]
     assert totals == [CONTEXT * sum(pair) for pair in zip(*each, strict=True)]
     assert sum(totals) == 17 * CONTEXT

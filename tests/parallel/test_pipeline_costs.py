@@ -15,6 +15,7 @@ from parallel.pipeline import (
     validate,
     with_messages,
 )
+from parallel.pipeline.actions import BackwardInput, BackwardWeight, Overlap, Send
 from tests.parallel.schedules import case, each_schedule, of_all_sizes
 
 TIMES = [Times(f, i, w) for f, i, w in product((1, 2, 3), (1, 2, 3), (1, 2))]
@@ -141,7 +142,7 @@ def test_as_many_messages_are_sent_as_the_formula_says(name: str) -> None:
     for schedule in of_all_sizes(name):
         wanted = SCHEDULES[name].messages.of(*case(schedule), 0)
         assert sum(simulate(schedule).num_messages) == wanted
-        sent = [x.kind.startswith("SEND") for row in with_messages(schedule) for x in row]
+        sent = [isinstance(x, Send) for row in with_messages(schedule) for x in row]
         assert sum(sent) == wanted
 
 
@@ -181,13 +182,13 @@ def test_activations_that_end_with_the_first_half_of_backward_are_fewer() -> Non
     """ZB-H1 keeps those of P micro-batches on all ranks, but of P - r only if I frees them."""
     simulation = simulate(make("zb-h1", 4, 8))
     assert [simulation.live(r) for r in range(4)] == [4, 4, 4, 4]
-    assert [simulation.live(r, until="I") for r in range(4)] == [4, 3, 2, 1]
+    assert [simulation.live(r, until=BackwardInput) for r in range(4)] == [4, 3, 2, 1]
 
 
 @each_schedule
 def test_what_is_kept_over_time_has_the_same_peak(name: str) -> None:
     simulation = simulate(make(name, 4, 8))
-    for rank, until in product(range(4), "IW"):
+    for rank, until in product(range(4), (BackwardInput, BackwardWeight)):
         held = simulation.held(rank, until=until)
         assert max(number for _, number in held) == simulation.live(rank, until=until)
         assert held[-1][1] == 0 and held == sorted(held)
@@ -217,6 +218,6 @@ def test_a_message_takes_time_only_between_ranks() -> None:
 
 def test_overlapped_pairs_take_the_time_given() -> None:
     schedule = make("dualpipe", 4, 16)
-    pairs = sum(action.kind == "OVERLAP_F_B" for action in schedule.actions[0])
+    pairs = sum(isinstance(action, Overlap) for action in schedule.actions[0])
     plain, fast = simulate(schedule), simulate(schedule, Times(overlapped=2))
     assert plain.busy(0) - fast.busy(0) == pairs > 0

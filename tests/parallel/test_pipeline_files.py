@@ -8,7 +8,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from parallel.actions import Action
 from parallel.pipeline import (
     SCHEDULES,
     Times,
@@ -20,6 +19,16 @@ from parallel.pipeline import (
     write_csv,
 )
 from parallel.pipeline.__main__ import main
+from parallel.pipeline.actions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Overlap,
+    Receive,
+    Send,
+    Update,
+)
 from parallel.pipeline.picture import in_time, short, svg
 from tests.parallel.schedules import each_schedule
 
@@ -48,10 +57,11 @@ def test_a_cell_that_is_too_deep_or_too_long_is_refused(text: str, tmp_path: Pat
 
 
 def test_actions_are_written_as_pytorch_writes_them() -> None:
-    pair = Action("OVERLAP_F_B", parts=(Action("F", 0, 5), Action("B", 3, 2)))
+    pair = Overlap.of(Forward(0, 5), Backward(3, 2))
     for action, word in (
-        (Action("F", 2, 0), "2F0"), (Action("SEND_F", 3, 1), "3SEND_F1"),
-        (Action("I", 1, 2), "1I2"), (pair, "(0F5;3B2)OVERLAP_F_B"),
+        (Forward(2, 0), "2F0"), (Send(3, 1, "F"), "3SEND_F1"), (Receive(3, 1, "B"), "3RECV_B1"),
+        (BackwardInput(1, 2), "1I2"), (BackwardWeight(1, 2), "1W2"), (Update(1, 2), "1UPDATE2"),
+        (pair, "(0F5;3B2)OVERLAP_F_B"),
     ):  # fmt: skip
         assert str(action) == word and parse(word) == action
 
@@ -67,9 +77,9 @@ def test_small_letters_are_of_the_second_stage_or_the_other_direction() -> None:
     for name, stages in (("zb-v", {0: "F", 3: "f"}), ("dualpipe", {0: "F", 1: "f"})):
         schedule = make(name, 2, 4)
         for action in schedule.actions[0]:
-            if action.kind == "F":
+            if isinstance(action, Forward):
                 assert short(action, 0) == f"{stages[action.stage]}{action.micro_batch}"
-    pair = next(x for x in make("dualpipe", 2, 4).actions[0] if x.parts)
+    pair = next(x for x in make("dualpipe", 2, 4).actions[0] if isinstance(x, Overlap))
     assert short(pair, 0) == "/".join(short(part, 0) for part in pair.parts)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.actions import Action
 from parallel.pipeline import (
     InvalidSchedule,
     Schedule,
@@ -15,6 +14,8 @@ from parallel.pipeline import (
     validate,
     with_messages,
 )
+from parallel.pipeline.actions import Action, Message, Receive, Result
+from parallel.pipeline.schedule import computations
 from parallel.pipeline.text import parse_row
 from tests.parallel.schedules import each_schedule, of_all_sizes
 
@@ -44,20 +45,22 @@ def makespan(schedule: Schedule, *, waits_in_receives: bool) -> int:
     """That of lists with messages: one starts when its receive does, and none takes time."""
     lists = with_messages(schedule)
     at, free = [0] * len(lists), [0] * len(lists)
-    posted: dict[Action, int] = {}
+    posted: dict[Message, int] = {}
     has_moved = True
     while has_moved:
         has_moved = False
         for rank, row in enumerate(lists):
             while at[rank] < len(row):
                 action = row[at[rank]]
-                waits = [action] if waits_in_receives and action.kind[:4] == "RECV" else []
-                waits += [x for x in posted if x.kind[:4] == "RECV" and uses(action, x)]
-                if any(sent_as(x) not in posted for x in waits):
+                waits = [action] if waits_in_receives and isinstance(action, Receive) else []
+                waits += [x for x in posted if isinstance(x, Receive) and uses(action, x)]
+                if any(x.other_end not in posted for x in waits):
                     break
-                starts = [posted[x] for each in waits for x in (sent_as(each), each) if x in posted]
-                free[rank] = max([free[rank], *starts]) + int(Times().of(action))
-                if action.kind[:4] in ("SEND", "RECV"):
+                starts = [
+                    posted[x] for each in waits for x in (each.other_end, each) if x in posted
+                ]
+                free[rank] = max([free[rank], *starts]) + int(action.time(Times()))
+                if isinstance(action, Message):
                     posted[action] = free[rank]
                 at[rank] += 1
                 has_moved = True
@@ -65,15 +68,15 @@ def makespan(schedule: Schedule, *, waits_in_receives: bool) -> int:
     return max(free)
 
 
-def uses(action: Action, receive: Action) -> bool:
+def uses(action: Action, receive: Receive) -> bool:
     """Whether an action computes with what is received."""
-    kinds = {"RECV_F": "F", "RECV_B": "BI"}[receive.kind]
-    return any(x.kind in kinds and x[1:3] == receive[1:3] for x in action.parts or (action,))
-
-
-def sent_as(receive: Action) -> Action:
-    step = 1 if receive.kind == "RECV_B" else -1
-    return Action(f"SEND_{receive.kind[-1]}", receive.stage + step, receive.micro_batch)
+    sent = receive.other_end
+    received = Result(sent.direction, sent.stage, sent.micro_batch)
+    own = receive.stage, receive.micro_batch
+    return any(
+        received in part.needs(sent.stage + 2) and (part.stage, part.micro_batch) == own
+        for part in computations((action,))
+    )
 
 
 @each_schedule

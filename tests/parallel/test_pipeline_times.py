@@ -9,6 +9,7 @@ from collectives import Topology
 from parallel import Recipe
 from parallel.accounts import Event, between_hosts, rank_times, renumbered
 from parallel.pipeline import make, simulate, with_messages
+from parallel.pipeline.actions import Action, Forward, Send
 from tests.parallel.layouts import Setup
 
 
@@ -22,19 +23,23 @@ def events_in(name: str, p: int, m: int) -> list[list[Event]]:
         for span in row:
             begin, end = float(span.begin), float(span.end)
             action = span.action
-            if begin > free and action.micro_batch is not None:
-                kind, source = ("F", -1) if action.kind == "F" else ("B", 1)
+            if begin > free:
+                kind, source = ("F", -1) if isinstance(action, Forward) else ("B", 1)
                 stage = action.stage + source
                 wait = Event(f"SEND_{kind}", stage, action.micro_batch, free, begin, is_wait=True)
                 events.append(wait)
-            events.append(Event.of(action, free, end))
+            events.append(event_of(action, free, end))
             free = end
         for action in with_messages(schedule)[rank]:
-            if action.kind.startswith("SEND"):
-                of = f"{action.stage}{action.kind[-1]}{action.micro_batch}"
-                events.append(Event.of(action, ends[of], ends[of]))
+            if isinstance(action, Send):
+                of = f"{action.stage}{action.direction}{action.micro_batch}"
+                events.append(event_of(action, ends[of], ends[of]))
         found.append(events)
     return found
+
+
+def event_of(action: Action, begin: float, end: float) -> Event:
+    return Event(action.code, action.stage, action.micro_batch, begin, end)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

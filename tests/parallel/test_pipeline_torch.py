@@ -5,6 +5,7 @@ Collected where torch is installed (`conftest.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +15,8 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as theirs
 
-from parallel.actions import Action
 from parallel.pipeline import SCHEDULES, make, read_csv, with_messages, write_csv
+from parallel.pipeline.actions import Action, Forward
 from parallel.pipeline.text import parse_row
 
 SIZES = [(2, 4), (2, 8), (4, 8), (4, 12), (3, 6), (5, 10)]
@@ -53,8 +54,8 @@ def test_gpipe(p: int, m: int) -> None:
 def test_one_forward_one_backward(p: int, m: int) -> None:
     """torch 2.13 counts the forwards of the last rank from 1: it says mF, which does not exist."""
     found = order(theirs.Schedule1F1B, p, m, (0,))
-    last = [x._replace(micro_batch=x.micro_batch - (x.kind == "F")) for x in found[-1]]
-    is_faulty = Action("F", p - 1, m) in found[-1]
+    last = [replace(x, micro_batch=x.micro_batch - isinstance(x, Forward)) for x in found[-1]]
+    is_faulty = Forward(p - 1, m) in found[-1]
     assert ours("1f1b", p, m) == [*found[:-1], last if is_faulty else found[-1]]
 
 

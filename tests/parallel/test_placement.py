@@ -13,7 +13,7 @@ import pytest
 import collectives
 from collectives import Communicator
 from parallel import Mesh, Placement
-from parallel.placement import Box, length, pieces_of, span
+from parallel.mesh import Box, length, pieces_of, span
 
 Splits = tuple[tuple[int, str], ...]
 

@@ -12,14 +12,14 @@ import pytest
 import collectives
 from collectives import Communicator
 from parallel import Mesh, PredictedCall, Recipe, Sharding, Trainer, gpt
-from parallel.actions import Action
 from parallel.pipeline import make, simulate
+from parallel.pipeline.actions import Action
 from parallel.pipeline.schedule import computations
-from parallel.plan import Job, Layout, Machine, cost_of, layouts_for
+from parallel.plan import Candidate, Job, Machine, candidates_for, cost_of
 from parallel.plan.__main__ import main
+from parallel.plan.candidates import RECOMPUTE, SCHEDULES_TRIED
 from parallel.plan.cost import divided, forward_flops, lists
-from parallel.plan.layouts import RECOMPUTE, SCHEDULES_TRIED
-from parallel.runtime.memory import peak_memory
+from parallel.run.memory import peak_memory
 
 GPT3 = Job(96, 12288, 96)
 PETAFLOPS_DAY = 1e15 * 24 * 3600
@@ -59,23 +59,23 @@ def test_published_configurations_fit(row: Published) -> None:
     of_paper = job.num_parameters - job.vocab_size * job.hidden
     assert of_paper / 1e9 == pytest.approx(row.billions, rel=0.002, abs=0.05)
     machine, data = Machine(row.gpus // 8, 8), row.gpus // (row.tensor * row.pipe)
-    layout = Layout(row.pipe, data, row.tensor, 1, 1, "all")
-    assert cost_of(job, layout, machine).memory < 80e9
+    candidate = Candidate(row.pipe, data, row.tensor, 1, 1, "all")
+    assert cost_of(job, candidate, machine).memory < 80e9
 
 
 def test_gpt3_fits_on_no_gpu_alone_and_not_with_tensor_ranks_only() -> None:
     """The negative control: 2.8 TB of states."""
-    alone = cost_of(replace(GPT3, batch=1), Layout(1, 1, 1, 1, 1), Machine(1, 1))
+    alone = cost_of(replace(GPT3, batch=1), Candidate(1, 1, 1, 1, 1), Machine(1, 1))
     assert alone.states == pytest.approx(16 * GPT3.num_parameters)
-    assert cost_of(GPT3, Layout(1, 128, 8, 1, 1, "all"), Machine(128, 8)).memory > 80e9
+    assert cost_of(GPT3, Candidate(1, 128, 8, 1, 1, "all"), Machine(128, 8)).memory > 80e9
 
 
 def test_operations_are_those_of_the_layers() -> None:
     """The formula of the paper, and two for each element of a matrix, three times."""
     job = Job(4, 512, 8, context=256, vocab_size=1000, batch=8)
-    layout = Layout(1, 1, 1, 1, micro_batch=8)
+    candidate = Candidate(1, 1, 1, 1, micro_batch=8)
     model = divided(job, 1, 8, "none").model
-    forward = sum(sum(forward_flops(job, layout, model, name)) for name in model.layers)
+    forward = sum(sum(forward_flops(job, candidate, model, name)) for name in model.layers)
     assert 3 * forward == pytest.approx(job.flops, rel=1e-3)
 
 
@@ -92,38 +92,39 @@ def test_gpt3_takes_288_years_of_a_v100() -> None:
 def test_the_bubble_is_that_of_the_schedule() -> None:
     for schedule in ("1f1b", "interleaved", "zb-h1"):
         job = replace(GPT3, batch=8 * 16)
-        cost = cost_of(job, Layout(8, 8, 8, 1, 1, "none", schedule), Machine(64, 8))
+        cost = cost_of(job, Candidate(8, 8, 8, 1, 1, "none", schedule), Machine(64, 8))
         found = simulate(make(schedule, 8, 16)).fractions[1]
         assert cost.bubble == pytest.approx(found)
 
 
 SMALL = Job(8, 16, 4, context=8, vocab_size=256, batch=16)
 RUNS = [
-    Layout(2, 2, 2, 1, 1), Layout(4, 2, 1, 1, 2), Layout(4, 2, 1, 1, 2, "none", "interleaved"),
-    Layout(8, 1, 1, 1, 1, "all"), Layout(1, 4, 2, 2, 1), Layout(1, 8, 1, 3, 1),
-    Layout(1, 2, 4, 3, 2, "all"), Layout(2, 2, 2, 1, 1, "attention", "zb-h1"),
-    Layout(4, 1, 2, 1, 1, "none", "zb-h1"),
+    Candidate(2, 2, 2, 1, 1), Candidate(4, 2, 1, 1, 2),
+    Candidate(4, 2, 1, 1, 2, "none", "interleaved"), Candidate(8, 1, 1, 1, 1, "all"),
+    Candidate(1, 4, 2, 2, 1), Candidate(1, 8, 1, 3, 1),
+    Candidate(1, 2, 4, 3, 2, "all"), Candidate(2, 2, 2, 1, 1, "attention", "zb-h1"),
+    Candidate(4, 1, 2, 1, 1, "none", "zb-h1"),
 ]  # fmt: skip
 
 
-def predicted(layout: Layout) -> tuple[float, float, dict[str, int]]:
+def predicted(candidate: Candidate) -> tuple[float, float, dict[str, int]]:
     """What a trainer predicts: the most states, activations and bytes sent of a rank."""
 
     def on_rank(comm: Communicator) -> tuple[dict[str, int], list[PredictedCall]]:
-        mesh = Mesh(comm, pipe=layout.pipe, data=layout.data, tensor=layout.tensor)
+        mesh = Mesh(comm, pipe=candidate.pipe, data=candidate.data, tensor=candidate.tensor)
         model = gpt(
             num_layers=SMALL.num_layers, hidden=SMALL.hidden, num_heads=SMALL.num_heads,
-            context=SMALL.context, mesh=mesh, recompute=RECOMPUTE[layout.recompute],
-            sequence_parallel="gather" if layout.tensor > 1 else None,
+            context=SMALL.context, mesh=mesh, recompute=RECOMPUTE[candidate.recompute],
+            sequence_parallel="gather" if candidate.tensor > 1 else None,
         )  # fmt: skip
-        recipe = Recipe(dtype="float16", num_micro_batches=layout.num_micro_batches(SMALL))
+        recipe = Recipe(dtype="float16", num_micro_batches=candidate.num_micro_batches(SMALL))
         trainer = Trainer(
-            mesh, model, recipe, sharding=Sharding.zero(layout.zero), schedule=layout.schedule
+            mesh, model, recipe, sharding=Sharding.zero(candidate.zero), schedule=candidate.schedule
         )
         calls = trainer.traffic(1, batch=(SMALL.batch, SMALL.context))
-        return peak_memory(trainer, SMALL.batch // layout.data, SMALL.context), calls
+        return peak_memory(trainer, SMALL.batch // candidate.data, SMALL.context), calls
 
-    size = layout.pipe * layout.data * layout.tensor
+    size = candidate.pipe * candidate.data * candidate.tensor
     kept, calls = zip(*collectives.run(on_rank, size=size), strict=True)
     sent = dict.fromkeys(("pipe", "data", "tensor"), np.zeros(size, np.int64))
     for call in calls[0]:
@@ -137,17 +138,17 @@ def predicted(layout: Layout) -> tuple[float, float, dict[str, int]]:
     )
 
 
-@pytest.mark.parametrize("layout", RUNS, ids=str)
-def test_a_plan_is_to_the_byte_what_a_trainer_predicts(layout: Layout) -> None:
+@pytest.mark.parametrize("candidate", RUNS, ids=str)
+def test_a_plan_is_to_the_byte_what_a_trainer_predicts(candidate: Candidate) -> None:
     """Of small runs, whose predictions other tests compare with what ranks do."""
-    cost = cost_of(SMALL, layout, Machine(1, 8))
-    assert (cost.states, cost.activations, cost.sent) == predicted(layout)
+    cost = cost_of(SMALL, candidate, Machine(1, 8))
+    assert (cost.states, cost.activations, cost.sent) == predicted(candidate)
 
 
 def test_another_schedule_keeps_other_activations() -> None:
     """The negative control: ZB-H1 keeps more than 1F1B on the last rank."""
-    layout = Layout(4, 1, 2, 1, 1, "none", "1f1b")
-    assert cost_of(SMALL, layout, Machine(1, 8)).activations < predicted(RUNS[-1])[1]
+    candidate = Candidate(4, 1, 2, 1, 1, "none", "1f1b")
+    assert cost_of(SMALL, candidate, Machine(1, 8)).activations < predicted(RUNS[-1])[1]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES_TRIED)
@@ -162,12 +163,12 @@ def test_the_first_rounds_keep_as_much_as_all(schedule: str, num_ranks: int, m: 
 def most_kept(actions: tuple[Action, ...]) -> int:
     """With a rest, from I to W, that is two thirds of what forward saves."""
     change = {"F": 3, "B": -3, "I": -1, "W": -2}
-    return max(accumulate(change[action.kind] for action in computations(actions)))
+    return max(accumulate(change[action.letter] for action in computations(actions)))
 
 
 def test_zero_two_sends_for_every_micro_batch() -> None:
     cost = {
-        zero: cost_of(replace(GPT3, batch=64), Layout(8, 8, 1, zero, 1), Machine(8, 8))
+        zero: cost_of(replace(GPT3, batch=64), Candidate(8, 8, 1, zero, 1), Machine(8, 8))
         for zero in (1, 2)
     }
     assert cost[2].sent["data"] / cost[1].sent["data"] == (8 + 1) / 2
@@ -177,11 +178,11 @@ def test_zero_two_sends_for_every_micro_batch() -> None:
 
 def test_layouts_use_all_ranks_and_divide_the_batch() -> None:
     machine = Machine(4, 8)
-    found = list(layouts_for(Job(8, 64, 4, batch=64), machine))
+    found = list(candidates_for(Job(8, 64, 4, batch=64), machine))
     assert len(set(found)) == len(found) > 50
-    for layout in found:
-        assert layout.pipe * layout.data * layout.tensor == machine.num_ranks
-        assert layout.tensor <= 4 and 64 % (layout.data * layout.micro_batch) == 0
+    for candidate in found:
+        assert candidate.pipe * candidate.data * candidate.tensor == machine.num_ranks
+        assert candidate.tensor <= 4 and 64 % (candidate.data * candidate.micro_batch) == 0
 
 
 def test_the_command_lists_layouts(capsys: pytest.CaptureFixture[str]) -> None:

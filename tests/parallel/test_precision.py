@@ -86,14 +86,14 @@ def test_a_step_that_overflows_is_skipped() -> None:
     """Nothing is changed but the scale; the next ones are halved until the gradient is finite."""
     model = gpt(num_layers=1, hidden=4, num_heads=1, context=3)
     strategy = Trainer(None, model, Recipe(dtype="float16"))
-    strategy.loss_scale = scaled(initial=2.0**30)
+    strategy.loss_scale = strategy.arrays.loss_scale = scaled(initial=2.0**30)
     held = [*strategy.parameters.values(), *strategy.optimizer.arrays()]
     before = [x.copy() for x in held]
     tokens = np.arange(12).reshape(4, 3)
-    while strategy.num_updates == 0:
+    while strategy.updates.num_updates == 0:
         for x, was in zip(held, before, strict=True):
             np.testing.assert_array_equal(x, was)
-        assert strategy.loss_scale.value == 2.0 ** (30 - strategy.num_skipped)
+        assert strategy.loss_scale.value == 2.0 ** (30 - strategy.updates.num_skipped)
         strategy.step(tokens, tokens + 1, tokens.size)
-    assert strategy.num_skipped > 5
+    assert strategy.updates.num_skipped > 5
     assert all((x != was).any() for x, was in zip(held, before, strict=True))

@@ -13,8 +13,8 @@ import collectives
 from collectives import Communicator
 from parallel import Recipe
 from parallel.accounts import gather_json
-from parallel.places import READ, WRITTEN, Disk, HostMemory
-from parallel.rank_report import RankReport, differences, gather, pairs
+from parallel.commands.rank_report import RankReport, differences, gather_reports, pairs
+from parallel.optim.storage import READ, WRITTEN, Disk, HostMemory
 from tests.parallel.training import CONTEXT, End, batch, ddp, hsdp, model, train, zero1, zero3
 
 STEPS = 2
@@ -24,7 +24,7 @@ STEPS = 2
 
 def report_of(end: End) -> RankReport:
     strategy = end.strategy
-    updates = strategy.num_updates_in(STEPS) - strategy.num_skipped
+    updates = strategy.num_updates_in(STEPS) - strategy.updates.num_skipped
     return RankReport.of(strategy, updates, len(batch(0, *strategy.batch_part)[0]), CONTEXT)
 
 
@@ -103,7 +103,9 @@ def test_what_json_can_say_comes_to_rank_0_in_the_order_of_ranks(ranks: int) -> 
 def test_reports_come_to_rank_0() -> None:
     def fn(comm: Communicator) -> list[RankReport] | None:
         pair = comm.rank, 2 * comm.rank
-        return gather(comm, RankReport({"gradients": pair}, {}, {"head": (0, 3, "ab" * comm.rank)}))
+        return gather_reports(
+            comm, RankReport({"gradients": pair}, {}, {"head": (0, 3, "ab" * comm.rank)})
+        )
 
     first, *others = collectives.run(fn, size=3)
     assert others == [None, None]

@@ -14,14 +14,14 @@ import pytest
 
 import collectives
 from collectives import CollectiveError, Communicator
-from parallel import Action, Mesh, MissingGradient, Recipe, Sharding, TrafficMismatch, Trainer
-from parallel.nn import CrossEntropy, Embedding, Linear, Model, Step, gpt
-from parallel.nn.layer import Activations, ArraySpec
+from parallel import Mesh, MissingGradient, Recipe, Sharding, TrafficMismatch, Trainer
+from parallel.nn import Activations, ArraySpec, CrossEntropy, Embedding, Linear, Model, Step, gpt
 from parallel.optim import SGD, Adam, AdamW
-from parallel.runtime import RunSize
-from parallel.runtime.agreement import ModelMismatch
-from parallel.servers import AsyncParameterServer, SyncParameterServer
+from parallel.predict import RunSize
+from parallel.run.agreement import ModelMismatch
 from parallel.sharding import HalfPrecision, Int8Blocks, PowerSGD
+from parallel.step import Reduce, Update
+from parallel.strategies import AsyncParameterServer, SyncParameterServer
 from tests.covering import pairwise
 from tests.parallel.training import (
     CONTEXT,
@@ -97,10 +97,9 @@ def test_a_gradient_that_is_not_summed_would_be_noticed() -> None:
     """The negative control."""
 
     class Alone(Trainer):
-        def do(self, action: Action) -> bool | None:
-            if action.kind == "REDUCE":
-                return self.units._reducing.append(action.part)
-            return super().do(action)
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self.functions[Reduce] = lambda action: self.units._reducing.append(action.part)
 
     alone = of_kind(Alone, partial(Sharding.zero, 2))
     assert not np.allclose(train(alone, 3)[0].losses, serial().losses, rtol=1e-6)
@@ -203,8 +202,12 @@ def test_an_update_that_was_not_made_is_noticed(stage: int) -> None:
     """Were the number of updates read off the run, the columns would be equal."""
 
     class Lazy(Trainer):
-        def update(self, action: Action) -> bool:
-            return self.num_updates == 0 and super().update(action)
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            self.functions[Update] = self.update
+
+        def update(self, action: Update) -> bool:
+            return self.updates.num_updates == 0 and self.updates.update(action)
 
     with pytest.raises(TrafficMismatch, match="update/block0"):
         verdict(train(of_kind(Lazy, partial(Sharding.zero, stage)), 3))
@@ -286,7 +289,7 @@ def bytes_of(name: str, ranks: int, **recipe: Any) -> float:
     """What a rank sends in a step on average, in units of the parameters; no small messages."""
     strategy = train(ALL[name], ranks, Recipe(**recipe), steps=1)[0].strategy
     calls = [c for c in strategy.step_traffic(RunSize(1, 1)) if c.phase not in ("loss", "norm")]
-    whole_model = strategy.model.num_parameters * strategy.dtype.itemsize
+    whole_model = strategy.model.num_parameters * strategy.view.dtype.itemsize
     return float(sum(call.sent(ranks).bytes for call in calls) / ranks / whole_model)
 
 
@@ -308,7 +311,9 @@ def test_shared_parameters_are_sent_once_for_all_layers(name: str) -> None:
         of = partial(gpt, **SMALL, is_shared=is_shared)
         strategy = train(ALL[name], 4, steps=1, of=of)[0].strategy
         if name == "ddp, a bucket a layer":
-            blocks = [b for b, units in strategy.buckets.items() if units[0].startswith("block")]
+            blocks = [
+                b for b, units in strategy.view.buckets.items() if units[0].startswith("block")
+            ]
         else:
             blocks = [unit for unit in strategy.model.units if unit.startswith("block")]
         calls = strategy.step_traffic(RunSize(1, 1))
@@ -384,7 +389,7 @@ def test_a_step_that_overflows_is_skipped_everywhere(name: str) -> None:
 
     ends = train(with_high_scale, 3, Recipe(dtype="float16"), steps=16)
     verdict(ends)
-    skipped = {end.strategy.num_skipped for end in ends}
+    skipped = {end.strategy.updates.num_skipped for end in ends}
     assert len(skipped) == 1 and 0 < skipped.pop() < 16
     assert {end.strategy.loss_scale.value for end in ends} == {ends[0].strategy.loss_scale.value}
     assert np.isfinite(ends[0].losses).all() and ends[0].losses[-1] < ends[0].losses[0]
@@ -647,7 +652,7 @@ def test_what_is_refused_has_made_no_groups() -> None:
 def test_a_closed_run_has_freed_its_groups_and_nothing_else() -> None:
     def fn(comm: Communicator) -> int:
         trainer = hsdp(comm, model(), group_size=2)
-        groups = [trainer.comm_of((axis,)) for axis in ("shard", "replicate")]
+        groups = [trainer.arrays.comm_of((axis,)) for axis in ("shard", "replicate")]
         trainer.close()
         for group in groups:
             with pytest.raises(CollectiveError, match="freed"):

@@ -13,6 +13,7 @@ from collectives import Communicator
 from parallel import Mesh
 from parallel.nn import (
     ArraySpec,
+    Attention,
     CausalAttention,
     CrossEntropy,
     Gelu,
@@ -144,6 +145,20 @@ def test_other_placements_send_something_else() -> None:
         assert found["heads, then whole"] == {"block0": heads}
         assert found["queries, keys, values"] == {"block0": heads}  # of three as well
         assert len({str(calls) for calls in found.values()}) == len(PLACEMENTS) - 3
+
+    collectives.run(fn, size=2)
+
+
+@pytest.mark.parametrize("kind", [Attention, CausalAttention])
+def test_heads_stay_divided(kind: Any) -> None:
+    """Nothing is gathered in front of them, nor behind them."""
+
+    def fn(comm: Communicator) -> None:
+        plain = Model({"qkv": Linear(6, (3, 3, 2)), "heads": kind(3), "out": Linear(6, 6)})
+        placements = {"qkv.weight": (2, "tensor"), "out.weight": (0, "tensor")}
+        traffic = annotate(plain, placements, Mesh(comm, tensor=2)).traffic(ArraySpec((2, 3, 6), 8))
+        calls = [call.collective for layer in traffic.values() for call in layer.forward]
+        assert calls == ["all_reduce"]
 
     collectives.run(fn, size=2)
 

@@ -11,7 +11,7 @@ import collectives
 from collectives import Communicator, even_counts
 from parallel import Mesh
 from parallel.nn import Linear, Model, Step, Unembedding
-from parallel.nn.int8 import LARGEST, MOST_TERMS, SCALES, int8_matmul, quantized
+from parallel.nn.plain.int8 import LARGEST, MOST_TERMS, SCALES, int8_matmul, quantized
 from parallel.nn.tensor import Columns, Rows, Whole
 from parallel.optim import dtype_of
 from tests.parallel.models import Values

@@ -23,12 +23,12 @@ from parallel.nn import (
     LayerTraffic,
     Linear,
     Model,
+    Recompute,
     Residual,
     Sequential,
     Step,
     Unembedding,
 )
-from parallel.nn.layer import Recompute
 from parallel.nn.tensor import (
     Columns,
     Divided,

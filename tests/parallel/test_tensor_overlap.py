@@ -9,7 +9,8 @@ import collectives
 from collectives import Communicator
 from parallel import Mesh, Trainer
 from parallel.nn import gpt
-from parallel.runtime.overlap import PERIOD
+from parallel.run.computing.overlap import PERIOD
+from parallel.step import LayerBackward
 
 
 @pytest.mark.parametrize("form", [None, "keep", "gather"])
@@ -52,8 +53,8 @@ def test_each_column_parallel_layer_says_how_long_it_waited() -> None:
         for action in trainer.actions:
             before = len(waits)
             trainer.run([action])
-            if action.kind == "B":
-                found[action.part] = len(waits) - before
+            if isinstance(action, LayerBackward):
+                found[action.layer] = len(waits) - before
         assert found == {"loss": 0, "head": 1, "block0": 2, "embedding": 0}
         assert min(waits) > 0
 

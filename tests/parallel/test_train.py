@@ -21,12 +21,17 @@ from safetensors.numpy import load_file
 
 import collectives
 from collectives import Communicator
-from parallel import Sharding, Trainer, places, presets, text, train
+from parallel import Sharding, Trainer, text
 from parallel.checkpoint import METADATA_FILE, Checkpoint
+from parallel.commands import presets, ranks
+from parallel.commands.program import report
+from parallel.commands.training import Training
 from parallel.optim import LossScale
-from parallel.runtime import memory as predictions
+from parallel.optim.storage import READ, TO_DEVICE, TO_HOST
+from parallel.predict import memory as predictions
 from parallel.sharding import AllReduce, HalfPrecision, Int8Blocks, PowerSGD
-from parallel.train import Training, main, parser
+from parallel.step import SumLoss
+from parallel.train import main, parser
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = argparse.__file__  # a hundred thousand bytes or so, quickly read
@@ -53,7 +58,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
         def fn(comm: Communicator) -> Any:
             training = training_of(comm, *words)
             table = training.run()
-            return training, training.report(table) if comm.rank == 0 else None
+            return training, report(training, table) if comm.rank == 0 else None
 
         training, status = collectives.run(fn, size=ranks)[0]
         return Run(status, capsys.readouterr().out, training.losses, training)
@@ -135,17 +140,12 @@ def test_a_model_that_hardly_moves_learns_less_than_that(run: Any) -> None:
 
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The strategy does not predict that it sends its loss."""
-    really = Trainer.calls_of
-    monkeypatch.setattr(
-        Trainer,
-        "calls_of",
-        lambda self, each, *batch: really(self, each, *batch) if each.kind != "LOSS" else [],
-    )
+    monkeypatch.setattr(SumLoss, "sends", lambda self, view, batch=None: [])
 
 
 def more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says that it keeps a byte that nobody sees."""
-    monkeypatch.setattr(AllReduce, "state_bytes", lambda self, group: 1)
+    monkeypatch.setattr(AllReduce, "state_bytes", lambda self, view: 1)
 
 
 def other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +168,7 @@ def more_moved(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def bytes_moved(*given: Any, **options: Any) -> dict[str, int]:
         moved = really(*given, **options)
-        return moved | {places.READ: moved[places.READ] + 1}
+        return moved | {READ: moved[READ] + 1}
 
     monkeypatch.setattr(predictions, "bytes_moved", bytes_moved)
 
@@ -213,7 +213,7 @@ def test_json_holds_arguments_losses_memory_and_traffic(run: Any, tmp_path: Path
     assert len(kept) == len(moved) == 3
     assert all(rank["parameters"] == [8 * psi, 8 * psi] for rank in kept)
     assert sum(rank["optimizer, offloaded"][1] for rank in kept) == 2 * 8 * psi
-    assert set(moved[0]) == {places.TO_HOST, places.TO_DEVICE}
+    assert set(moved[0]) == {TO_HOST, TO_DEVICE}
 
     traffic = written["traffic"]
     assert traffic["not_observed"] == "threads of one process have no MPI to count their messages"
@@ -275,7 +275,7 @@ HALF = "--dtype float16"
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float16 losses are scaled so much that the first gradients are too large."""
     scale = partial(LossScale, initial=2.0**18)
-    monkeypatch.setattr("parallel.runtime.state.LossScale", scale)
+    monkeypatch.setattr("parallel.run.arrays.LossScale", scale)
 
 
 overflows = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
@@ -294,8 +294,8 @@ def whole_and_resumed(run: Any, words: list[str], folder: Path, ranks: int) -> t
 def check_halved(run: Run) -> None:
     """Some of its updates were skipped, and the loss scale halved as often, and some were made."""
     strategy = run.training.strategy
-    assert 0 < strategy.num_skipped < len(run.losses)
-    assert strategy.loss_scale.value == 2.0 ** (18 - strategy.num_skipped)
+    assert 0 < strategy.updates.num_skipped < len(run.losses)
+    assert strategy.loss_scale.value == 2.0 ** (18 - strategy.updates.num_skipped)
 
 
 @overflows
@@ -404,7 +404,7 @@ def test_a_checkpoint_that_was_cut_is_refused_in_a_sentence(
     ("words", "sentence"),
     [
         (["--mesh", "data=3"], "a mesh of data=3 has 3 ranks, not 2"),
-        (["--mesh", "expert=2"], "--mesh with expert=N needs --moe GATE"),
+        (["--mesh", "expert=2"], "no strategy trains on --mesh expert=2; this works: --mesh"),
         (["--mesh", "replicate=2"], "no strategy trains on --mesh replicate=2; this works: --mesh"),
         (["--mesh", "data=2", "--schedule", "gpipe"], "--schedule needs --mesh with pipe=N"),
         (["--sequence-parallel"], "--sequence-parallel needs --mesh with tensor=N"),
@@ -421,8 +421,8 @@ def test_a_mesh_that_no_strategy_serves_is_refused(words: list[str], sentence: s
 
 ADVISED: dict[tuple[str, ...], tuple[str, ...]] = {  # refused words, and those beside them
     ("--strategy", "hsdp"): ("--dropout", "0.1"),
-    ("--strategy", "local-updates"): ("--moe", "switch", "--moe-every", "1"),
-    ("--strategy", "server-sync"): ("--moe", "switch", "--moe-every", "1", "--bucket-bytes", "9"),
+    ("--strategy", "local-updates"): ("--dropout", "0.1"),
+    ("--strategy", "server-sync"): ("--dropout", "0.1", "--bucket-bytes", "9"),
     ("--strategy", "zeropp"): ("--dropout", "0.1", "--keep-after-forward"),
     ("--strategy", "ddp", "--zero", "1"): ("--hook", "int8"),
     ("--strategy", "zero3", "--mesh", "data=2"): (),
@@ -509,7 +509,7 @@ def test_offload(run: Any, tmp_path: Path, place: str) -> None:
     assert "master, offloaded f" in done.said and "parameters f" in done.said
     assert ("written to disk c" in done.said) == (place == "disk")
     if place == "disk":
-        assert taken(done).offload.place.moved["written to disk"] > 0
+        assert taken(done).offload.storage.moved["written to disk"] > 0
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
@@ -578,8 +578,8 @@ def test_staleness_bound(run: Any) -> None:
 
 def test_bucket_bytes_and_algorithm(run: Any) -> None:
     ddp = taken(run("--bucket-bytes", "1", "--algorithm", "recursive_doubling"))
-    assert list(ddp.buckets.values()) == [["head"], ["block0"], ["embedding"]]
-    assert ddp.algorithm == "recursive_doubling"
+    assert list(ddp.view.buckets.values()) == [["head"], ["block0"], ["embedding"]]
+    assert ddp.layout.algorithm == "recursive_doubling"
 
 
 def test_ranks_may_be_threads_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
@@ -600,8 +600,8 @@ def test_the_first_line_names_the_axes_in_the_order_of_the_mesh(
 def test_options_have_their_defaults(run: Any) -> None:
     ddp = taken(run())
     assert ddp.sharding.config() == Sharding.ddp().config()
-    assert (ddp.algorithm, ddp.recipe.num_micro_batches) == ("ring", 1)
-    assert taken(run("--strategy", "server-sync")).algorithm == "linear"
+    assert (ddp.layout.algorithm, ddp.recipe.num_micro_batches) == ("ring", 1)
+    assert taken(run("--strategy", "server-sync")).layout.algorithm == "linear"
 
 
 # Algorithms
@@ -611,7 +611,9 @@ def test_options_have_their_defaults(run: Any) -> None:
     ("server-sync", "binomial"), ("zero1", "direct"), ("hsdp", "circulant"), ("zeropp", "bruck"),
 ])  # fmt: skip
 def test_traffic_of_another_algorithm_is_predicted(run: Any, strategy: str, algorithm: str) -> None:
-    assert taken(run("--strategy", strategy, "--algorithm", algorithm)).algorithm == algorithm
+    assert (
+        taken(run("--strategy", strategy, "--algorithm", algorithm)).layout.algorithm == algorithm
+    )
 
 
 # Refusals
@@ -788,6 +790,21 @@ def test_what_is_not_understood_is_status_2(
     assert f"argument {words[0]}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [["--moe", "switch"], ["--experts", "4", "--moe=switch"]])
+def test_who_asks_for_experts_is_told_which_command_has_them(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([*SMALL, *words])
+    sentence = "mixtures of experts are trained by python -m moe.train"
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"python -m parallel.train: {sentence}\n"
+    with pytest.raises(SystemExit) as end:  # another option that it does not have
+        main([*SMALL, "--experts", "4"])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and "--experts 4" in said and sentence not in said
+
+
 # As a program
 
 
@@ -846,11 +863,11 @@ def test_messages_of_gpus_are_staged_if_mpi_counts_them(
         return Mock(Communicator, rank=0)
 
     monkeypatch.setattr(collectives, "world", world)
-    monkeypatch.setattr(train, "has_counters", lambda comm: has_counters)
-    train.world_of(parser().parse_args([*SMALL, *words]), "none")
+    monkeypatch.setattr(ranks, "has_counters", lambda comm: has_counters)
+    ranks.training_world(parser().parse_args([*SMALL, "--progress", "none", *words]))
     assert asked == devices
     assert ("Messages are staged in host memory" in capsys.readouterr().out) == (len(devices) > 1)
 
 
 def test_threads_have_no_counters() -> None:
-    assert collectives.run(train.has_counters, size=2) == [False, False]
+    assert collectives.run(ranks.has_counters, size=2) == [False, False]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -13,10 +12,10 @@ import pytest
 import collectives
 from collectives import Communicator
 from parallel import Mesh, Recipe, Sharding, Trainer, gpt
-from parallel.actions import Action
 from parallel.pipeline import Schedule
 from parallel.pipeline.text import parse
-from parallel.runtime.turns import Coroutine, Turns
+from parallel.run.computing.alternation import Alternation
+from parallel.step import LayerAction, LayerBackward, LayerForward
 from tests.parallel.training import CONTEXT
 
 label: ContextVar[str] = ContextVar("label", default="")
@@ -29,21 +28,30 @@ def phase(name: str) -> Iterator[None]:
     label.reset(token)
 
 
-def actions(kinds: str) -> list[Action]:
+def actions(letters: str) -> list[LayerAction]:
     """An action of a layer for each letter, numbered for each kind."""
-    phases = {"F": "forward", "B": "backward"}
+    kinds: dict[str, tuple[type[LayerAction], str]] = {
+        "F": (LayerForward, "forward"), "B": (LayerBackward, "backward"),
+    }  # fmt: skip
     return [
-        Action(kind, 0, kinds[:i].count(kind), f"layer{i}", phase=phases[kind], slot=0)
-        for i, kind in enumerate(kinds)
-    ]
+        kinds[letter][0](
+            layer=f"layer{i}", stage=0, micro_batch=letters[:i].count(letter),
+            phase=kinds[letter][1], slot=0,
+        )
+        for i, letter in enumerate(letters)
+    ]  # fmt: skip
+
+
+def ignore(*_: object) -> None:
+    """Record nothing."""
 
 
 def run(kinds: str, waits: int = 1, *, is_in_order: bool = True) -> list[str]:
     """What happened: each action starts to send, waits so often, and is done in order."""
     log: list[str] = []
-    turns = Turns(lambda *_: None)
+    turns = Alternation()
 
-    def do(action: Action) -> None:
+    def do(action: LayerAction) -> None:
         assert label.get() == action.phase
         name = f"{action.kind}{action.micro_batch}"
         log.append(f"{name} starts")
@@ -54,7 +62,7 @@ def run(kinds: str, waits: int = 1, *, is_in_order: bool = True) -> list[str]:
             turns.in_order()
         log.append(f"{name} ends")
 
-    turns.run(actions(kinds), do, phase)
+    turns.run(actions(kinds), do, phase, ignore)
     assert not turns.is_in_slot and label.get() == ""
     return log
 
@@ -85,9 +93,9 @@ def test_without_an_order_a_side_runs_ahead() -> None:
 
 def test_one_runs_at_a_time() -> None:
     running: list[str] = []
-    turns = Turns(lambda *_: None)
+    turns = Alternation()
 
-    def do(action: Action) -> None:
+    def do(action: LayerAction) -> None:
         for _ in range(50):
             assert not running
             running.append(action.kind)
@@ -95,14 +103,15 @@ def test_one_runs_at_a_time() -> None:
             running.pop()
             turns.pass_on()
 
-    turns.run(actions("FB"), do, phase)
+    turns.run(actions("FB"), do, phase, ignore)
 
 
 def test_parts_of_actions_are_recorded() -> None:
     """Each as long as it has its turn."""
     found: list[tuple[str, float, float]] = []
-    turns = Turns(lambda action, began, ended: found.append((action.kind, began, ended)))
-    turns.run(actions("FB"), lambda _: turns.pass_on(), phase)
+    turns = Alternation()
+    record = lambda action, began, ended: found.append((action.kind, began, ended))  # noqa: E731
+    turns.run(actions("FB"), lambda _: turns.pass_on(), phase, record)
     assert [kind for kind, _, _ in found] == ["F", "B", "F", "B"]
     times = [each for _, *both in found for each in both]
     assert times == sorted(times)
@@ -110,9 +119,9 @@ def test_parts_of_actions_are_recorded() -> None:
 
 @pytest.mark.parametrize("kind", ["F", "B"])
 def test_an_error_ends_both_sides(kind: str) -> None:
-    turns, closed = Turns(lambda *_: None), []
+    turns, closed = Alternation(), []
 
-    def do(action: Action) -> None:
+    def do(action: LayerAction) -> None:
         try:
             turns.pass_on()
             turns.pass_on()
@@ -127,38 +136,31 @@ def test_an_error_ends_both_sides(kind: str) -> None:
             raise
 
     with pytest.raises(ArithmeticError, match="of this side"):
-        turns.run(actions("FB" if kind == "B" else "BF"), do, phase)
+        turns.run(actions("FB" if kind == "B" else "BF"), do, phase, ignore)
     assert not turns.is_in_slot
-    assert not any(each.name == "turn" for each in threading.enumerate())
-    turns.run(actions("FB"), lambda _: turns.pass_on(), phase)  # it can be used again
+    turns.run(actions("FB"), lambda _: turns.pass_on(), phase, ignore)  # it can be used again
 
 
 def test_outside_of_a_slot_there_are_no_turns() -> None:
-    turns = Turns(lambda *_: None)
+    turns = Alternation()
     turns.pass_on()
     turns.in_order()
 
 
-def test_a_coroutine_has_the_context_in_which_it_begins() -> None:
-    found: list[str] = []
+def test_a_side_keeps_the_context_in_which_it_began() -> None:
+    """Although each turn is in the phase of its action."""
+    labels: list[tuple[str, str]] = []
+    number: ContextVar[int] = ContextVar("number", default=0)
 
-    def function() -> None:
-        found.append(label.get())
-        coroutine.suspend()
-        found.append(label.get())
+    def do(action: LayerAction) -> None:
+        number.set(number.get() + 1)
+        turns.pass_on()
+        labels.append((label.get(), f"{action.kind}{number.get()}"))
 
-    coroutine = Coroutine(function)
-    with phase("first"):
-        coroutine.resume()
-    with phase("second"):
-        coroutine.resume()
-    assert found == ["first", "first"] and coroutine.is_done
-
-
-def test_a_coroutine_that_never_began_is_closed() -> None:
-    coroutine = Coroutine(lambda: None)
-    coroutine.close()
-    assert not coroutine.is_done
+    turns = Alternation()
+    turns.run(actions("FBFB"), do, phase, ignore)
+    assert labels == [("forward", "F1"), ("backward", "B1"), ("forward", "F2"), ("backward", "B2")]
+    assert number.get() == 0
 
 
 # Which layers are side by side
@@ -169,7 +171,7 @@ BLOCKS = [f"block{i}" for i in range(4)]
 def slots(schedule: str | Schedule, layers: list[str], zero: int = 1, parts: int = 8) -> Any:
     """The layers of each slot of the first rank, in order, if some `layers` communicate."""
 
-    def of(comm: Communicator) -> list[Action]:
+    def of(comm: Communicator) -> list[list[str]]:
         mesh = Mesh(comm, pipe=2, data=1)
         model = gpt(num_layers=4, hidden=6, num_heads=2, context=CONTEXT, mesh=mesh)
         for name in layers:
@@ -179,8 +181,8 @@ def slots(schedule: str | Schedule, layers: list[str], zero: int = 1, parts: int
 
     found = collectives.run(of, size=2)[0]
     numbers = dict.fromkeys(each.slot for each in found if each.slot is not None)
-    computing = [each for each in found if each.kind in ("F", "B")]
-    return [[f"{a.kind} {a.part}" for a in computing if a.slot == n] for n in numbers]
+    computing = [each for each in found if isinstance(each, LayerForward | LayerBackward)]
+    return [[f"{a.kind} {a.layer}" for a in computing if a.slot == n] for n in numbers]
 
 
 def test_layers_that_communicate_are_side_by_side() -> None:

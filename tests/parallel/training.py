@@ -20,7 +20,7 @@ from parallel import (
     text,
 )
 from parallel.nn import Model, gpt
-from parallel.runtime.memory import peak_memory
+from parallel.run.memory import peak_memory
 
 ROWS, CONTEXT = 11, 4  # 11 rows on 2, 3, 4, 5 and 8 ranks: every division is uneven
 DATA = text.load(__file__)
@@ -76,7 +76,9 @@ def train(
         whole = ledger.gather()
         table = None
         if whole is not None:
-            calls = strategy.traffic(steps, batch=(ROWS, CONTEXT), num_skipped=strategy.num_skipped)
+            calls = strategy.traffic(
+                steps, batch=(ROWS, CONTEXT), num_skipped=strategy.updates.num_skipped
+            )
             table = TrafficTable(calls, whole, None, size=comm.size)
         return End(losses, held_by(strategy), strategy, kept_by(strategy), table)
 
@@ -125,7 +127,8 @@ local_updates = factory(Sharding.local_updates)
 
 def held_by(strategy: Trainer) -> dict[str, tuple[slice, np.ndarray]]:
     return {
-        unit: (strategy.stored_slice(unit), x.copy()) for unit, x in strategy.parameters.items()
+        unit: (strategy.view.stored_slice(unit), x.copy())
+        for unit, x in strategy.parameters.items()
     }
 
 

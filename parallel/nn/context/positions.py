@@ -1,4 +1,4 @@
-"""Which positions of a row each rank has, and which queries see which keys."""
+"""Which positions of a row every rank has, and which queries see which keys."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives import Communicator
-from parallel.mesh import Mesh
+from parallel.mesh import Mesh, length, span
 from parallel.nn.functional import Array, on_host
 from parallel.nn.layer import ArraySpec, Step
-from parallel.placement import length, span
 
 
 def context_positions(
@@ -28,7 +27,7 @@ def context_positions(
     context : int
         The number of positions in a row.
     num_ranks, index : int
-        The number of ranks that divide the row, and the place of the rank among them.
+        The number of ranks that divide the row, and the index of the rank among them.
 
     Returns
     -------
@@ -38,7 +37,7 @@ def context_positions(
     Raises
     ------
     ValueError
-        If a rank would have no position, or `index` is not a place.
+        If a rank would have no position, or there is no rank `index`.
 
     Examples
     --------
@@ -51,7 +50,10 @@ def context_positions(
 
 
 def parts_of(context: int, num_ranks: int, index: int) -> tuple[slice, slice]:
-    """Return the early and the late part of a row that a rank has; see `context_positions`."""
+    """Return the early and the late part of a row that the rank `index` has.
+
+    The arguments are as in `context_positions`.
+    """
     if not 0 <= index < num_ranks:
         raise ValueError(f"there is no place {index} among {num_ranks} ranks")
     if context < num_ranks:
@@ -63,7 +65,7 @@ def parts_of(context: int, num_ranks: int, index: int) -> tuple[slice, slice]:
 class Tile(NamedTuple):
     """Some queries of one rank, and the keys of one rank that they see.
 
-    All queries see all keys; or, if `is_diagonal`, query i sees keys 0 to i.
+    All queries see all keys, unless `is_diagonal`: then query i sees keys 0 to i.
     """
 
     queries: slice
@@ -75,36 +77,38 @@ def tiles(context: int, num_ranks: int, mine: int, owner: int) -> list[Tile]:
     """Return what the queries of rank `mine` see of the keys of rank `owner`.
 
     The slices count from the first query, or key, of the rank; `context` and `num_ranks` are as in
-    `context_positions`.  With parts of n positions, each other `owner` has 2 n n scores to compute,
-    and the rank itself 3 n n, on diagonal tiles also those above the diagonal.
+    `context_positions`.  With parts of n positions, the rank computes 2 n n scores for the keys of
+    every other `owner`, and 3 n n for its own keys: on diagonal tiles also the scores above the
+    diagonal.
     """
     queries = _local(parts_of(context, num_ranks, mine))
     keys = _local(parts_of(context, num_ranks, owner))
     (early, late), all_keys = queries, slice(0, keys[1].stop)
     if owner < mine:
-        found = [Tile(slice(0, late.stop), keys[0])]
+        seen = [Tile(slice(0, late.stop), keys[0])]
     elif owner > mine:
-        found = [Tile(late, all_keys)]
+        seen = [Tile(late, all_keys)]
     else:
-        found = [Tile(early, early, True), Tile(late, early), Tile(late, late, True)]
-    return [tile for tile in found if length(tile.queries) and length(tile.keys)]
+        seen = [Tile(early, early, True), Tile(late, early), Tile(late, late, True)]
+    return [tile for tile in seen if length(tile.queries) and length(tile.keys)]
 
 
 def _local(parts: tuple[slice, slice]) -> tuple[slice, slice]:
-    """Return the places of an early and a late part in the array of the rank that has both."""
+    """Return an early and a late part of a row as slices of the array of the rank that has both."""
     num_early, num_late = map(length, parts)
     return slice(0, num_early), slice(num_early, num_early + num_late)
 
 
 @dataclass(frozen=True)
 class ContextGroup:
-    """The ranks along an axis of a mesh that divide the positions of each row.
+    """The ranks along an axis of a mesh, which divide the positions of every row.
 
     Attributes
     ----------
     mesh : Mesh
+        The mesh of all ranks.
     axis : str
-        A mesh without it is as one with one rank along it.
+        The axis.  A mesh without this axis has one rank along it.
     """
 
     mesh: Mesh
@@ -112,7 +116,7 @@ class ContextGroup:
 
     def __post_init__(self) -> None:
         if self.size > 1:
-            self.comm  # noqa: B018 - now, because all ranks of the mesh make it, and some never send
+            self.mesh[self.axis]  # now, because all ranks make it together, and some never send
 
     @property
     def size(self) -> int:
@@ -127,7 +131,7 @@ class ContextGroup:
         return comm
 
     def index(self, rank: int | None = None) -> int:
-        """Return the place of a `rank` of the mesh, by default this one."""
+        """Return the index of a `rank` of the mesh, by default this one, along the axis."""
         return self.mesh.index(self.axis, rank) if self.size > 1 else 0
 
     def ranks(self, rank: int) -> tuple[int, ...]:
@@ -137,25 +141,25 @@ class ContextGroup:
         return next(group for group in self.mesh.ranks(self.axis) if rank in group)
 
     def parts(self, context: int, index: int) -> tuple[slice, slice]:
-        """Return the parts of a row of `context` positions that the rank at a place has."""
+        """Return the parts of a row of `context` positions that the rank `index` has."""
         return parts_of(context, self.size, index)
 
     def num_positions(self, context: int, index: int) -> int:
-        """Return how many of `context` positions the rank at a place has."""
+        """Return how many of `context` positions the rank `index` has."""
         return sum(map(length, self.parts(context, index)))
 
     def context_of(self, x: Array, step: Step) -> int:
-        """Return the number of positions in a whole row; `x` (batch, length, ...) is a part of it.
+        """Return the number of positions in a whole row, for the part `x` (batch, length, ...).
 
         Raises ValueError unless the positions in `step` are those of `context_positions`.
         """
-        context, given = step.context or x.shape[1], step.positions
+        context = step.context or x.shape[1]
         mine = context_positions(context, self.size, self.index())
-        found = np.arange(x.shape[1]) if given is None else on_host(given)
-        if x.shape[1] != len(mine) or not np.array_equal(mine, found):
+        given = np.arange(x.shape[1]) if step.positions is None else on_host(step.positions)
+        if x.shape[1] != len(mine) or not np.array_equal(mine, given):
             raise ValueError(
                 f"rank {self.index()} of {self.size} has {x.shape[1]} tokens at positions"
-                f" {found.tolist()} of a row of {context}: they must be {mine.tolist()}"
+                f" {given.tolist()} of a row of {context}: they must be {mine.tolist()}"
             )
         return int(context)
 

@@ -6,45 +6,46 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from parallel.accounts.calls import PredictedCall
+from parallel.accounts import PredictedCall
 from parallel.mesh import Mesh
 from parallel.nn.context.positions import ContextGroup, tiles
 from parallel.nn.context.softmax import Derivatives, OnlineSoftmax
 from parallel.nn.functional import Array, cast, namespace_of
 from parallel.nn.layer import Activations, ArraySpec, LayerTraffic, Step
-from parallel.nn.layers import CausalAttention
+from parallel.nn.plain import Attention
 
-BLOCK, GRADIENT = 0, 1  # the tags of what travels
+BLOCK, GRADIENT = 0, 1  # the tags of messages
 
 
-class RingAttention(CausalAttention):
+class RingAttention(Attention):
     """Causal attention to rows whose positions are divided by ranks: the ring of Liu et al. 2023.
 
-    It computes what `CausalAttention` does on whole rows: from queries, keys and values side by
+    It computes what `CausalAttention` computes on whole rows: from queries, keys and values side by
     side, (batch, length, 3 dim), at the positions `context_positions`, it makes (batch, length,
-    dim) at these positions.  Queries stay.  Blocks of keys and values travel: in each of C - 1
-    steps a rank sends the block that it has to the next rank, receives another from the previous
-    rank, and meanwhile computes on the one that it has.  Of the scores that causality excludes it
-    computes only those between positions of its own, and every rank computes equally many in each
-    step (Brandon et al. 2023, Striped Attention, with the positions of Llama Team 2024).  In
-    backward the blocks travel again, each followed by its gradient in at least float32, which ends
-    on the block's owner.
+    dim) at these positions.  Queries stay.  Blocks of keys and values travel: in every one of C - 1
+    steps a rank sends the block that it has to the next rank, receives another block from the
+    previous rank, and meanwhile computes with the block that it has.  If causality excludes a
+    score, it is computed only between positions of one rank, and every rank computes equally many
+    scores in a step (Brandon et al. 2023, Striped Attention, with the positions of Llama Team
+    2024).  In backward the blocks travel again.  The gradient of a block, in at least float32,
+    follows its block and ends on the block's owner.
 
     A rank sends C - 1 blocks forward, and C - 1 blocks and C - 1 gradients backward; a block of L
-    positions has 2 b L h elements (b rows, vectors of h).  Saved are the input, the output, and
-    the log-sum-exp of each query and head, in at least float32.  While it works, a rank has two
-    blocks, and backward two gradients of blocks.
+    positions has 2 b L h elements (b rows, vectors of h).  The input, the output, and the
+    log-sum-exp of every query and head, in at least float32, are saved.  During forward a rank has
+    two blocks, and during backward also two gradients of blocks.
 
     Parameters
     ----------
     num_heads : int
-        The heads of this rank: with tensor parallelism not all, and perhaps none.
+        The number of heads of this rank: with tensor parallelism not all, and perhaps none.
     mesh : Mesh
+        The ranks.
     axis : str
         The axis of the mesh along which ranks divide rows.
     width : int, optional
-        The elements of a head, as in `CausalAttention`: if it is given, `num_heads` is not used,
-        and what is predicted is right for ranks with other numbers of heads.
+        The number of elements of a head, as in `CausalAttention`.  If it is given, `num_heads` is
+        not used, and predictions are right for ranks with other numbers of heads.
 
     Raises
     ------
@@ -119,11 +120,11 @@ class RingAttention(CausalAttention):
         sent = partial(self._message, x)
         moved = [sent((me - step) % size, x.width) for step in range(size - 1)]
         gradients = [sent((me - step) % size, max(x.width, 4)) for step in range(1, size)]
-        found = [[call for call in calls if call.counts] for calls in (moved, gradients)]
-        return LayerTraffic(tuple(found[0]), (*found[0], *found[1]))
+        forward = tuple(call for call in moved if call.counts)
+        return LayerTraffic(forward, (*forward, *(call for call in gradients if call.counts)))
 
     def _message(self, x: ArraySpec, owner: int, itemsize: int) -> PredictedCall:
-        """Return the message with the block, or its gradient, of a rank in the group of `x`."""
+        """Return the message with the block of the rank `owner`, or with the block's gradient."""
         group, me = self.group.ranks(x.rank), self.group.index(x.rank)
         ends = (x.rank, group[(me + 1) % len(group)])
         num_positions = self.group.num_positions(self.group.whole_row(x), owner)
@@ -140,10 +141,10 @@ def heads_of(y: Array, q: Array) -> Array:
 
 
 def blocks(group: ContextGroup, block: Array, context: int) -> Iterator[tuple[int, Array]]:
-    """Yield the blocks of all ranks with the places of their owners, beginning with this rank's.
+    """Yield the blocks of all ranks with the indices of their owners, beginning with this rank's.
 
-    `block` is this rank's, (2, batch, heads, length, width).  While the caller works on a block, it
-    is sent on, and the next one arrives.
+    `block` is the block of this rank, (2, batch, heads, length, width).  While the caller works
+    with a block, it is sent on, and the next block arrives.
     """
     me, size = group.index(), group.size
     for step in range(size - 1):
@@ -157,9 +158,10 @@ def blocks(group: ContextGroup, block: Array, context: int) -> Iterator[tuple[in
 def start_shift(
     group: ContextGroup, block: Array, num_positions: int, tag: int
 ) -> Callable[[], Array]:
-    """Start to send a block to the next rank; return what waits for that of the previous one.
+    """Start to send a block to the next rank; return a function that waits for another block.
 
-    That block is of `num_positions` positions.  Messages without elements are not sent.
+    The other block is from the previous rank and has `num_positions` positions.  Messages without
+    elements are not sent.
     """
     shape = (*block.shape[:3], num_positions, block.shape[4])
     arriving = namespace_of(block).empty(shape, dtype=block.dtype)

@@ -1,4 +1,4 @@
-"""Attention with all-to-alls: from all heads of some positions to all positions of some heads."""
+"""Attention with all-to-alls: all heads of some positions become all positions of some heads."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from collectives import even_counts
-from parallel.accounts.calls import PredictedCall
-from parallel.mesh import Mesh
+from parallel.accounts import PredictedCall
+from parallel.mesh import Mesh, length, split
 from parallel.nn.context.positions import ContextGroup
 from parallel.nn.functional import Array, namespace_of
 from parallel.nn.layer import Activations, ArraySpec, LayerTraffic, Step
-from parallel.nn.layers import CausalAttention
-from parallel.placement import length, split
+from parallel.nn.plain import Attention, CausalAttention
 
-Table: TypeAlias = tuple[tuple[int, ...], ...]  # elements from each rank to each
+Table: TypeAlias = tuple[tuple[int, ...], ...]  # elements from every rank to every rank
 
 
-class UlyssesAttention(CausalAttention):
+class UlyssesAttention(Attention):
     """Causal attention to rows whose positions are divided by ranks: Jacobs et al. 2023.
 
-    It computes what `CausalAttention` does on whole rows: from queries, keys and values side by
+    It computes what `CausalAttention` computes on whole rows: from queries, keys and values side by
     side, (batch, length, 3 dim), at the positions `context_positions`, it makes (batch, length,
     dim) at these positions.  An all-to-all exchanges all heads of own positions for all positions
-    of own heads, `CausalAttention` works on these, and a second all-to-all exchanges them back.
-    Ranks divide the heads as evenly as possible; if there are fewer heads than ranks, some have
-    none.
+    of own heads, `CausalAttention` computes with these heads, and a second all-to-all exchanges the
+    results back.  Ranks divide the heads as evenly as possible; if there are fewer heads than
+    ranks, some ranks have none.
 
-    A rank makes two all-to-alls in each direction, and sends (C-1)/C of the elements (b rows of s
-    positions, vectors of h, C ranks): 3 b s h / C for queries, keys and values together or their
-    derivatives, and b s h / C for outputs or theirs.  Saved are the queries, keys, values and
-    probabilities of own heads, at all positions.
+    A rank makes two all-to-alls forward and two backward, and sends (C-1)/C of the elements (b rows
+    of s positions, vectors of h, C ranks): 3 b s h / C for queries, keys and values together or
+    their derivatives, and b s h / C for outputs or their derivatives.  The queries, keys, values
+    and probabilities of own heads, at all positions, are saved.
 
     Parameters
     ----------
     num_heads : int
-        The heads before they are exchanged: with tensor parallelism not all, and perhaps none.
+        The number of heads before the exchange: with tensor parallelism not all, and perhaps none.
     mesh : Mesh
+        The ranks.
     axis : str
         The axis of the mesh along which ranks divide rows.
     width : int, optional
-        The elements of a head, as in `CausalAttention`: if it is given, `num_heads` is not used,
-        and what is predicted is right for ranks with other numbers of heads.
+        The number of elements of a head, as in `CausalAttention`.  If it is given, `num_heads` is
+        not used, and predictions are right for ranks with other numbers of heads.
     algorithm : str
-        Of the all-to-alls.
+        The algorithm of the all-to-alls.
 
     Raises
     ------
@@ -126,9 +126,19 @@ class UlyssesAttention(CausalAttention):
 class Exchange:
     """How ranks exchange all heads of some positions for all positions of some heads.
 
-    `num_heads` of `width` elements are divided, of rows of `context` positions.  Arrays of own
-    positions are (batch, length, parts dim), those of own heads (batch, context, parts own dim):
-    with three parts, these are queries, keys and values.
+    Arrays of own positions have the shape (batch, length, parts dim), and arrays of own heads the
+    shape (batch, context, parts own dim).  Three parts are queries, keys and values.
+
+    Attributes
+    ----------
+    group : ContextGroup
+        The ranks.
+    num_heads, width : int
+        The number of heads that ranks divide, and the number of elements of a head.
+    context : int
+        The number of positions in a row.
+    algorithm : str
+        The algorithm of the all-to-alls.
     """
 
     group: ContextGroup
@@ -139,25 +149,25 @@ class Exchange:
 
     @property
     def heads(self) -> tuple[int, ...]:
-        """How many heads each rank has."""
+        """The number of heads of every rank."""
         return even_counts(self.num_heads, self.group.size)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """How many positions each rank has."""
+        """The number of positions of every rank."""
         return tuple(self.group.num_positions(self.context, i) for i in range(self.group.size))
 
     def attention(self) -> CausalAttention:
-        """Return the layer that works on own heads."""
+        """Return the layer that computes with own heads."""
         return CausalAttention(self.num_heads, self.width)
 
     def table(self, batch: int, parts: int) -> Table:
-        """Return how many elements go from each rank to each: its positions, the other's heads."""
-        each = batch * parts * self.width
-        return tuple(tuple(each * n * heads for heads in self.heads) for n in self.lengths)
+        """Return the elements from every rank to every rank: own positions of the other's heads."""
+        count = batch * parts * self.width  # for a head at a position
+        return tuple(tuple(count * n * heads for heads in self.heads) for n in self.lengths)
 
     def to_heads(self, x: Array, parts: int) -> Array:
-        """Return the own heads of `parts` at all positions; `x` has all heads at own positions."""
+        """Return own heads of `parts` at all positions, from all heads at own positions, `x`."""
         if self.group.size == 1:
             return x
         batch, length, _ = x.shape
@@ -173,7 +183,7 @@ class Exchange:
         return whole.reshape(batch, self.context, parts * heads * self.width)
 
     def to_positions(self, y: Array, parts: int) -> Array:
-        """Return all heads of `parts` at own positions; `y` has own heads at all positions."""
+        """Return all heads of `parts` at own positions, from own heads at all positions, `y`."""
         if self.group.size == 1:
             return y
         batch, me, xp = y.shape[0], self.group.index(), namespace_of(y)
@@ -186,7 +196,7 @@ class Exchange:
         )
 
     def _in_order(self, pieces: list[Array]) -> Array:
-        """Return the positions of all ranks in the order of the row, of arrays (.., .., length, ..)
+        """Join the positions of all ranks, arrays (.., .., length, ..), in the order of the row.
 
         The early parts of the row are in the order of the ranks, the late parts in the reverse.
         """
@@ -197,19 +207,19 @@ class Exchange:
         return namespace_of(pieces[0]).concat([*early, *late], axis=2)
 
     def _positions(self, y: Array, index: int) -> Array:
-        """Return the positions of the rank at a place, of an array in the order of the row."""
+        """Return the positions of the rank `index`, from an array in the order of the row."""
         parts = self.group.parts(self.context, index)
         return namespace_of(y).concat([y[:, :, part] for part in parts], axis=2)
 
     def _sent(self, flat: Array, table: Table) -> Array:
-        """Return what this rank receives if all send elements as `table` says."""
+        """Return what this rank receives if all ranks send the elements in `table`."""
         if not any(map(any, table)):
             return flat
         return self.group.comm.all_to_all(flat, counts=table, algorithm=self.algorithm)
 
 
 def transposed(table: Table) -> Table:
-    """Return the elements from each rank to each on the way back."""
+    """Return the elements from every rank to every rank on the way back."""
     return tuple(zip(*table, strict=True))
 
 
@@ -219,5 +229,5 @@ def heads_first(x: Array) -> Array:
 
 
 def heads_last(x: Array) -> Array:
-    """Return what `heads_first` makes of an array as it was."""
+    """Return an array with the heads as its first dimension as it was before `heads_first`."""
     return namespace_of(x).permute_dims(x, (1, 2, 3, 0, 4))

@@ -1,12 +1,14 @@
-"""Tensor parallelism: ranks divide the matrices of a layer, and what they send each other.
+"""Tensor parallelism: layers whose matrices ranks divide, and what the ranks send each other.
 
-`region` says what ranks have around such matrices, `linear` and `vocabulary` have the layers.
+`region` describes what ranks have around such matrices; the other files have the layers.
 """
 
+from parallel.nn.tensor.dropout import Dropout
 from parallel.nn.tensor.linear import Columns, Rows
-from parallel.nn.tensor.region import Divided, Whole
+from parallel.nn.tensor.region import Divided, Whole, gathered
 from parallel.nn.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
 
 __all__ = [
-    "Columns", "Divided", "Rows", "VocabularyCrossEntropy", "VocabularyEmbedding", "Whole",
+    "Columns", "Divided", "Dropout", "Rows", "VocabularyCrossEntropy", "VocabularyEmbedding",
+    "Whole", "gathered",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Linear layers of which each rank has some columns, or some rows."""
+"""Linear layers of which every rank has some columns or some rows."""
 
 from __future__ import annotations
 
@@ -7,36 +7,40 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
+from parallel.mesh import Shape, Split, length
 from parallel.nn.functional import Array, cast, namespace_of, upcast
 from parallel.nn.layer import Activations, ArraySpec, Layer, LayerTraffic, ParameterSpec, Step
-from parallel.nn.layers import Linear
+from parallel.nn.plain import Linear
 from parallel.nn.tensor.region import Whole, gathered
-from parallel.placement import Shape, Split, length
 
 Splits: TypeAlias = Mapping[str, tuple[Split, ...]]
 
 
 class Columns(Layer):
-    """A linear layer of which each rank computes some columns: `f`, then its part of the product.
+    """A linear layer of which every rank computes some columns: `f`, then its part of the product.
 
     In `backward`, the product for the gradient of the weights is computed while `f` backward sums
-    the derivative of the input over ranks.  (The time that this rank waits for the sum is given to
-    `Step.add_wait`.)  The halves of backward do one after the other, and give the same bits.
+    the derivative of the input over ranks.  (`Step.add_wait` gets the time that this rank waits for
+    the sum.)  The two halves of backward do this one after the other, with the same bits.
 
     Parameters
     ----------
     linear : Linear
-        The whole layer; `Unembedding` is one.  If it multiplies in 8 bits with a scale for each
-        column, these are the scales of one rank; with one scale for a matrix, each rank has a
-        scale for its part.
+        The whole layer, such as an `Unembedding`.  If it multiplies in 8 bits with a scale for
+        every column, the scales are those of one rank.  With one scale for a matrix, every rank has
+        a scale for its part.
     region : Whole
         The ranks, and what they have outside.
     dim : int
         The dimension of the linear layer's `out_shape` that ranks divide, as evenly as possible.
-        Raises ValueError if there is none.
     is_gathered : bool
         Whether every rank gets all columns: the simplest model parallelism, with an all-gather of
         the outputs forward and an all-reduce of the derivatives of the inputs backward.
+
+    Raises
+    ------
+    ValueError
+        If the output has no dimension `dim`.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Columns(Layer):
 
     def backward_input(self, dy: Array, saved: Any) -> tuple[Array, Any]:
         dx, rest = self._own_backward_input(dy, saved)
-        return saved[1].overlap(self.region.start_f_backward(dx), dict), rest
+        return saved[1].overlap(self.region.start_f_backward(dx), lambda: None), rest
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """Sum the derivative of the input while the gradient of the weights is computed."""
@@ -89,7 +93,7 @@ class Columns(Layer):
     def _gather(self, y: Array) -> Array:
         """Return the columns of all ranks."""
         lead, region = y.shape[:-1], self.region
-        parts = y.reshape(*lead, *self._shape_of(region.mesh.rank))
+        parts = y.reshape(*lead, *self._shape_of())
         counts = region.counts(self.linear.out_shape[self.dim])
         whole = gathered(region.comm, parts, len(lead) + self.dim, counts, region.algorithm)
         return whole.reshape(*lead, self.linear.out_features)
@@ -101,14 +105,14 @@ class Columns(Layer):
         parts = dy.reshape(*lead, *shape)[(*[slice(None)] * (len(lead) + self.dim), mine)]
         return namespace_of(dy).asarray(parts, copy=True).reshape(*lead, self._width())
 
-    def _shape_of(self, rank: int | None) -> Shape:
-        """Return the shape of the columns of a rank."""
+    def _shape_of(self, rank: int | None = None) -> Shape:
+        """Return the shape of the columns of a `rank`, by default this one."""
         shape = list(self.linear.out_shape)
         shape[self.dim] = length(self.region.part(shape[self.dim], rank))
         return tuple(shape)
 
     def _width(self, rank: int | None = None) -> int:
-        """Return the number of columns of a rank, by default this one."""
+        """Return the number of columns of a `rank`, by default this one."""
         return math.prod(self._shape_of(rank))
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
@@ -132,19 +136,20 @@ class Columns(Layer):
 
 
 class Rows(Layer):
-    """A linear layer of which each rank has some rows: its part of the product, then `g`.
+    """A linear layer of which every rank has some rows: its part of the product, then `g`.
 
     The input is divided as the rows are.  The bias is added once, to the sum.
 
     Parameters
     ----------
     linear : Linear
-        The whole layer.  If it multiplies in 8 bits, each rank has scales for its part of a row or
-        column, as blocks have: the result differs by rounding from that of one rank.
+        The whole layer.  If it multiplies in 8 bits, every rank has scales for its part of a row or
+        column, so that the result differs by rounding from the result of one rank.
     region : Whole
         The ranks, and what they have outside.
     block : int
-        Ranks divide the rows in whole blocks of so many: with the width of a head, by heads.
+        The number of rows that stay together when ranks divide the rows.  With the width of a head,
+        ranks divide the heads.
 
     Raises
     ------
@@ -157,7 +162,7 @@ class Rows(Layer):
         if "weight" not in linear.first_out_dims:
             raise ValueError(f"{type(linear).__name__} has no weight whose rows ranks could divide")
         self.linear, self.region, self.block = linear, region, block
-        self.specs()  # which checks `block`
+        self.specs()  # checks `block`
 
     def specs(self) -> dict[str, ParameterSpec]:
         return with_splits(self.linear.specs(), {"weight": ((0, self.region.axis, self.block),)})
@@ -191,5 +196,5 @@ class Rows(Layer):
 
 
 def with_splits(specs: Mapping[str, ParameterSpec], splits: Splits) -> dict[str, ParameterSpec]:
-    """Return `specs` in which some parameters are divided."""
+    """Return `specs` in which the parameters are divided as `splits` say, and others are whole."""
     return {name: replace(spec, splits=splits.get(name, ())) for name, spec in specs.items()}

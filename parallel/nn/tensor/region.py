@@ -1,18 +1,19 @@
 """What ranks have around matrices that they divide, and what they send at the borders.
 
-Shoeybi et al. 2019 (Megatron-LM).  A matrix is divided by columns, and the next by rows: then each
-rank has whole columns of what is between them, GELU or heads of attention are its own, and only the
-last product is a sum over ranks.  (Divided by rows first, GELU would need that sum.)  Two functions
-surround such a region, and each is the other's derivative: `f` before it and `g` behind it.
+Shoeybi et al. 2019 (Megatron-LM).  One matrix is divided by columns, and the next by rows.  Then
+every rank has whole columns of the array between the two matrices, and computes GELU or heads of
+attention without other ranks; only the last product is a sum over ranks.  (If the first matrix were
+divided by rows, GELU would need a sum too.)  Two functions surround such a region: `f` before it
+and `g` behind it.  Either is the derivative of the other.
 
 |           | `f` forward | `f` backward   | `g` forward    | `g` backward |
 |-----------|-------------|----------------|----------------|--------------|
 | `Whole`   |             | all-reduce     | all-reduce     |              |
 | `Divided` | all-gather  | reduce-scatter | reduce-scatter | all-gather   |
 
-Outside of the regions all ranks have the same activations (`Whole`), or each has a part of the
-tokens of every row (`Divided`: sequence parallelism, Korthikanti et al. 2022).
-An all-reduce of n elements sends what a reduce-scatter and an all-gather of n elements do.
+Outside of the regions all ranks have the same activations (`Whole`), or every rank has a part of
+the tokens of every row (`Divided`: sequence parallelism, Korthikanti et al. 2022).  An all-reduce
+of n elements sends as much as a reduce-scatter and an all-gather of n elements together.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from collectives import Communicator, even_counts
-from parallel.accounts.calls import PredictedCall
-from parallel.mesh import Mesh
+from parallel.accounts import PredictedCall
+from parallel.mesh import Mesh, length, span
 from parallel.nn.functional import Array, namespace_of
 from parallel.nn.layer import ArraySpec, LayerTraffic
-from parallel.placement import length, span
 
-Finish: TypeAlias = Callable[[], Array]  # waits for a call and returns its result
+Finish: TypeAlias = Callable[[], Array]  # waits for a call, and returns its result
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The ranks along an axis of a mesh, outside of whose regions all have whole activations.
+    """The ranks along an axis of a mesh, which all have whole activations outside of regions.
 
     Attributes
     ----------
     mesh : Mesh
+        The mesh of all ranks.
     axis : str
         The axis along which ranks divide parameters.
     algorithm : str
-        Of all collectives.
+        The algorithm of all collectives.
     """
 
     mesh: Mesh
@@ -57,11 +58,11 @@ class Whole:
 
     @property
     def partial(self) -> tuple[str, ...]:
-        """The axes along which gradients of parameters outside of the regions are partial sums."""
+        """The axes along which gradients of parameters outside of regions are partial sums."""
         return ()
 
     def counts(self, total: int) -> tuple[int, ...]:
-        """Return how many of `total` elements each rank has."""
+        """Return how many of `total` elements every rank has."""
         return tuple(even_counts(total, self.mesh.size_of(self.axis)))
 
     def part(self, total: int, rank: int | None = None) -> slice:
@@ -70,12 +71,12 @@ class Whole:
 
     @property
     def keeps_input(self) -> bool:
-        """Whether what is kept for backward is the input of `f` itself."""
+        """Whether the input of `f` is kept for backward, and not the output."""
         return True
 
     @property
     def gathers(self) -> bool:
-        """Whether `f` and `g_backward` make new arrays, of the parts of all ranks."""
+        """Whether `f` and `g_backward` make new arrays of the parts of all ranks."""
         return False
 
     def config(self) -> list[Any]:
@@ -89,7 +90,7 @@ class Whole:
         return x
 
     def start_f_backward(self, dx: Array) -> Finish:
-        """Start to sum `dx` over ranks; return what waits for it."""
+        """Start to sum `dx` over ranks; return a function that waits for the sum."""
         work = self.comm.all_reduce(dx, out=dx, algorithm=self.algorithm, async_op=True)
         finish: Finish = work.wait
         return finish
@@ -99,16 +100,16 @@ class Whole:
         return self.comm.all_reduce(y, out=y, algorithm=self.algorithm)
 
     def g_backward(self, dy: Array, positions: int) -> Array:
-        """Return `dy` with the tokens of all ranks."""
-        return dy
+        """Return `dy` with the tokens of all ranks, `positions` in a row."""
+        return self.f(dy, positions)
 
     def kept(self, x: Array, entered: Array) -> Array:
-        """Return which of the input and the output of `f` is kept for backward."""
-        return x
+        """Return the input or the output of `f`, whichever is kept for backward."""
+        return x if self.keeps_input else entered
 
     def kept_again(self, kept: Array, positions: int) -> Array:
-        """Return the output of `f` in backward."""
-        return kept
+        """Return the output of `f` in backward, from the array that was kept."""
+        return self.f(kept, positions) if self.keeps_input else kept
 
     # What they send and make
 
@@ -117,8 +118,8 @@ class Whole:
         return x
 
     def kept_bytes(self, x: ArraySpec) -> int:
-        """Return the bytes of what is kept of the input `x` of `f`."""
-        return x.nbytes
+        """Return the bytes that are kept for the input `x` of `f`."""
+        return (x if self.keeps_input else self.entered(x)).nbytes
 
     def left(self, y: ArraySpec) -> ArraySpec:
         """Return the output of `g` for the input `y`."""
@@ -133,7 +134,7 @@ class Whole:
         return LayerTraffic((self.call("all_reduce", y.size, y),), ())
 
     def call(self, collective: str, counts: Any, x: ArraySpec) -> PredictedCall:
-        """Return a call of the ranks, of numbers like those of `x`."""
+        """Return a call of the ranks that sends `counts` of numbers of the width of `x`."""
         return PredictedCall(
             "", collective, self.algorithm, counts, x.width, axis=self.axis,
             in_place=collective == "all_reduce",
@@ -142,16 +143,16 @@ class Whole:
 
 @dataclass(frozen=True)
 class Divided(Whole):
-    """The same ranks, outside of whose regions each has a part of the tokens of every row.
+    """The ranks along an axis, which have parts of the tokens of every row outside of regions.
 
     Attributes
     ----------
     gathers_again : bool
-        Whether only the part is kept for backward, which then gathers it again, as Megatron-LM
-        does: less memory for one more all-gather.  (What is gathered again is a temporary array of
-        backward, as derivatives are, and does not count as kept.)  The paper's activation memory,
-        (s b h / t)(34 + 5 a s / h) bytes a layer, is that of this form; its four all-gathers and
-        four reduce-scatters a layer are those of the other one.
+        Whether only the part is kept for backward, which then gathers the parts again, as
+        Megatron-LM does: less memory for one more all-gather.  (The gathered array is a temporary
+        array of backward, as derivatives are, and does not count as kept.)  This form has the
+        paper's activation memory, (s b h / t)(34 + 5 a s / h) bytes a layer; the other form has the
+        paper's four all-gathers and four reduce-scatters a layer.
     """
 
     gathers_again: bool = False
@@ -180,20 +181,8 @@ class Divided(Whole):
     def g(self, y: Array) -> Array:
         return start_scattered(self.comm, y, 1, self.counts(y.shape[1]), self.algorithm)()
 
-    def g_backward(self, dy: Array, positions: int) -> Array:
-        return self.f(dy, positions)
-
-    def kept(self, x: Array, entered: Array) -> Array:
-        return x if self.gathers_again else entered
-
-    def kept_again(self, kept: Array, positions: int) -> Array:
-        return self.f(kept, positions) if self.gathers_again else kept
-
     def entered(self, x: ArraySpec) -> ArraySpec:
         return x.of_shape(x.shape[0], x.length, *x.shape[2:])
-
-    def kept_bytes(self, x: ArraySpec) -> int:
-        return x.nbytes if self.gathers_again else self.entered(x).nbytes
 
     def left(self, y: ArraySpec) -> ArraySpec:
         mine = length(self.part(y.length, y.rank))
@@ -216,7 +205,7 @@ class Divided(Whole):
 def gathered(
     comm: Communicator, x: Array, dim: int, counts: tuple[int, ...], algorithm: str
 ) -> Array:
-    """Return the arrays of all ranks one after the other along a `dim` of these sizes."""
+    """Return the arrays `x` of all ranks, joined along a `dim` in which they have `counts`."""
     xp = namespace_of(x)
     rows = xp.ascontiguousarray(xp.moveaxis(x, dim, 0))
     whole = comm.all_gather(rows, counts=counts, algorithm=algorithm)
@@ -226,7 +215,10 @@ def gathered(
 def start_scattered(
     comm: Communicator, x: Array, dim: int, counts: tuple[int, ...], algorithm: str
 ) -> Finish:
-    """Start to sum `x` over ranks; return what waits for this rank's part along a `dim`."""
+    """Start to sum `x` over ranks; return a function that waits for this rank's part of the sum.
+
+    The parts have sizes `counts` along a `dim`.
+    """
     xp = namespace_of(x)
     rows = xp.ascontiguousarray(xp.moveaxis(x, dim, 0))
     work = comm.reduce_scatter(rows, counts=counts, algorithm=algorithm, async_op=True)

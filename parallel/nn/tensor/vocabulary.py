@@ -9,20 +9,28 @@ from typing import Any
 from parallel.nn.functional import (
     Array,
     cast,
+    check_classes,
     flatten_rows,
-    mean_of,
     namespace_of,
     one_hot,
     upcast,
 )
 from parallel.nn.layer import Activations, ArraySpec, LayerTraffic, ParameterSpec, Step
-from parallel.nn.layers import CrossEntropy, Embedding, check_classes, chosen, positions_of
+from parallel.nn.plain import CrossEntropy, Embedding, loss_of
 from parallel.nn.tensor.linear import with_splits
 from parallel.nn.tensor.region import Whole
 
 
 class VocabularyEmbedding(Embedding):
-    """An embedding of which each rank has the vectors of some tokens; `g` adds up all."""
+    """An embedding of which every rank has the vectors of some tokens; `g` adds up the vectors.
+
+    Parameters
+    ----------
+    vocab_size, context, dim : int
+        As in `Embedding`.
+    region : Whole
+        The ranks, and what they have outside.
+    """
 
     def __init__(self, vocab_size: int, context: int, dim: int, region: Whole) -> None:
         super().__init__(vocab_size, context, dim)
@@ -44,16 +52,16 @@ class VocabularyEmbedding(Embedding):
         else:
             rows = xp.zeros((x.size, self.dim), dtype=table.dtype)
         vectors = self.region.g(xp.reshape(rows, (*x.shape, self.dim)))
-        at = positions_of(step, x)
+        at = step.position_index(x)
         positions = self.value["position"][at]
         if vectors.shape[1] < x.shape[1]:
             positions = positions[self.region.part(x.shape[1])]
         return vectors + positions, (x, at)
 
     def _local(self, x: Array) -> tuple[Array, Array]:
-        """Return for each token the nearest vector of this rank, and whether it is the token's.
+        """Return the nearest vector of this rank for every token, and whether it is the token's.
 
-        If this rank has no vectors, they do not matter.
+        If this rank has no vectors, the indices do not matter.
         """
         part, xp = self.region.part(self.vocab_size), namespace_of(x)
         nearest = xp.clip(x, part.start, max(part.start, part.stop - 1))
@@ -66,7 +74,7 @@ class VocabularyEmbedding(Embedding):
     def _selected(self, tokens: Array, dtype: Any) -> Array:
         index, is_mine = self._local(tokens)
         flat, mine = index.reshape(-1), is_mine.reshape(-1, 1)
-        # Not the values: they may be freed when only the gradient is computed.
+        # The values may have been freed when only the gradient is computed.
         return one_hot(flat, self.gradient["token"].shape[0], dtype) * cast(mine, dtype)
 
     def activation_bytes(self, x: ArraySpec) -> Activations:
@@ -80,11 +88,18 @@ class VocabularyEmbedding(Embedding):
 
 
 class VocabularyCrossEntropy(CrossEntropy):
-    """The loss of logits of which each rank has those of some classes; see `CrossEntropy`.
+    """The loss of logits of which every rank has the logits of some classes; see `CrossEntropy`.
 
-    For each target, ranks agree on the largest logit, and then add up two numbers in one call: the
-    exponentials of all logits less that one, and the target's own logit.  Every rank has the whole
-    loss.
+    For every target, ranks agree on the largest logit, and then add up two numbers in one call: the
+    exponentials of all logits less the largest, and the target's own logit.  Every rank has the
+    whole loss.
+
+    Parameters
+    ----------
+    num_classes : int
+        The number of classes, which ranks divide as evenly as possible.
+    region : Whole
+        The ranks.
     """
 
     def __init__(self, num_classes: int, region: Whole) -> None:
@@ -103,15 +118,14 @@ class VocabularyCrossEntropy(CrossEntropy):
         if flat.shape[1]:
             largest = xp.max(flat, axis=-1, keepdims=True)
         largest = region.comm.all_reduce(largest, "max", out=largest, **options)
-        shifted = flat - largest
-        powers = xp.exp(shifted)
-        part = region.part(self.num_classes)
-        truth = one_hot(targets - part.start, flat.shape[1], flat.dtype)
-        each = xp.stack([xp.sum(powers, axis=-1), xp.sum(chosen(truth, shifted), axis=-1)])
-        sums, own = region.comm.all_reduce(each, out=each, **options)
-        loss = xp.sum(xp.log(sums) - own)
-        dlogits = (powers / sums[:, None] - truth) * (step.loss_scale / step.total)
-        return mean_of(loss, step.total), cast(dlogits, x.dtype).reshape(x.shape)
+        first = region.part(self.num_classes).start
+        truth = one_hot(targets - first, flat.shape[1], flat.dtype)
+
+        def add_up(sums: Array) -> Array:
+            return region.comm.all_reduce(sums, out=sums, **options)
+
+        loss, dlogits = loss_of(flat - largest, truth, step, add_up)
+        return loss, cast(dlogits, x.dtype).reshape(x.shape)
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         wide, rows = replace(x, width=max(x.width, 4)), math.prod(x.shape[:-1])
