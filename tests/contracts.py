@@ -17,14 +17,16 @@ from importlinter import Contract, ContractCheck, fields, output
 
 
 class PublicNames(Contract):
-    """The contract; `packages` are those whose files it reads, `late` the files that all may use.
+    """The contract of the files of `packages`, for what they import from the packages `of`.
 
-    Imports of modules, as in ``from collectives.arrays import jit``, are no names.
+    By default `of` are all packages.  Files that are `late` may be imported by all.  Imports of
+    modules, as in ``from collectives.arrays import jit``, are not imports of names.
     """
 
     type_name = "public_names"
 
     packages = fields.ListField(subfield=fields.StringField())
+    of = fields.ListField(subfield=fields.StringField(), required=False, default=[])
     late = fields.ListField(subfield=fields.StringField(), required=False, default=[])
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
@@ -36,10 +38,11 @@ class PublicNames(Contract):
         return ContractCheck(kept=not breaches, metadata={"breaches": breaches})
 
     def _breaches(self, importer: str, graph: ImportGraph) -> Iterator[str]:
+        checked = self.of or self.session_options["root_packages"]
         for base, names in imported_names(importer):
             folder = base.rpartition(".")[0]
-            is_ours = base.partition(".")[0] in self.session_options["root_packages"]
-            if not is_ours or base not in graph.modules or base in self.late:
+            is_checked = base.partition(".")[0] in checked and base in graph.modules
+            if not is_checked or base in self.late:
                 continue
             if "." in folder and not graph.find_children(base) and not is_within(importer, folder):
                 yield f"{importer} reaches into {base}: import from {folder}"
