@@ -26,11 +26,11 @@ from bench.moe_steps import (
     Forward,
     Size,
     Steps,
+    dispatcher_of,
     forward_of,
     gate_of,
     num_wrong,
     routed,
-    way_of,
 )
 from bench.perf import check_output, mpi_version
 from bench.sweep import Watch
@@ -96,7 +96,7 @@ class Ranks:
         """Ours beside mpi4py's."""
         gate = gate_of(name, self.size)
         forwards: dict[str, Forward] = {
-            "ours": forward_of(way_of("flat", self.comm, gate, self.size)),
+            "ours": forward_of(dispatcher_of("flat", self.comm, gate, self.size)),
             "Alltoallv": Alltoallv(MPI.COMM_WORLD, gate.num_experts),
         }
         watch = Watch()
@@ -110,7 +110,7 @@ class Ranks:
         gate = gate_of(name, self.size)
         forwards = {
             str(parts): forward_of(
-                way_of("flat", self.comm, gate, self.size, Experts, num_parts=parts)
+                dispatcher_of("flat", self.comm, gate, self.size, Experts, num_parts=parts)
             )
             for parts in PARTS
         }
@@ -133,15 +133,15 @@ class Ranks:
         """The bytes that are recorded between hosts in one forward pass."""
         gate, size = gate_of(name, self.size), self.size
         found, host = {}, np.arange(self.comm.size) // HOSTS
-        for way, per_host in (("flat", None), ("hierarchical", HOSTS)):
+        for dispatch, per_host in (("flat", None), ("hierarchical", HOSTS)):
             forward = forward_of(
-                way_of(way, self.comm, gate, size, Copies, ranks_per_host=per_host)
+                dispatcher_of(dispatch, self.comm, gate, size, Copies, ranks_per_host=per_host)
             )
             with self.comm.record() as ledger:
                 forward(self.x, routed(gate, size, self.comm.rank, 0))
             record = ledger.gather()
             if record is not None:
-                found[way] = int(record.matrix()[host[:, None] != host].sum())
+                found[dispatch] = int(record.matrix()[host[:, None] != host].sum())
         return Bytes(name, found)
 
 

@@ -95,7 +95,7 @@ def mlp(size: Size) -> nn.Layer:
     return nn.Sequential({"up": up, "gelu": nn.Gelu(), "down": down})
 
 
-def way_of(
+def dispatcher_of(
     name: str,
     comm: Communicator,
     gate: Gate,
@@ -105,7 +105,7 @@ def way_of(
     num_parts: int = 1,
     ranks_per_host: int | None = None,
 ) -> Dispatcher:
-    """A way to dispatch tokens to experts of a `kind`, with random parameters."""
+    """A dispatcher of tokens to experts of a `kind`, with random parameters."""
     mesh = Mesh(comm, expert=comm.size)
     team = Team.along(mesh, AXIS, gate.num_experts)
     experts = kind(lambda: mlp(size), gate.num_experts, team.owned, AXIS)
@@ -116,17 +116,17 @@ def way_of(
     }
     experts.bind(values, {key: np.zeros_like(x) for key, x in values.items()})
     options = Options(size.dim, gate, num_parts=num_parts)
-    way = make_dispatcher(name, options, team, experts, ranks_per_host)
-    for axis in way.axes:
+    dispatcher = make_dispatcher(name, options, team, experts, ranks_per_host)
+    for axis in dispatcher.axes:
         mesh[axis]  # makes the communicators, on all ranks in the same order
-    return way
+    return dispatcher
 
 
-def forward_of(way: Dispatcher) -> Forward:
-    """The forward pass of a way."""
+def forward_of(dispatcher: Dispatcher) -> Forward:
+    """The forward pass of a dispatcher."""
 
     def forward(x: Array, routed: Routed) -> Array:
-        y: Array = way.forward(x, routed.routing, routed.weights, nn.Step())[0]
+        y: Array = dispatcher.forward(x, routed.routing, routed.weights, nn.Step())[0]
         return y
 
     return forward

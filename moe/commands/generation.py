@@ -19,7 +19,6 @@ from moe.routing import RoutingLog
 from parallel import (
     Mesh,
     Model,
-    TrafficMismatch,
     TrafficMonitor,
     TrafficTable,
     checkpoint,
@@ -28,6 +27,7 @@ from parallel import (
     raise_on_all_ranks,
 )
 from parallel.accounts import gather_json
+from parallel.commands import print_check
 from parallel.inference import NEXT, Inference, check_request, generate
 from parallel.nn import Array
 from parallel.optim import dtype_of
@@ -157,12 +157,7 @@ def report(
     if read["predicted"] != read["counted"]:
         console.print(f"weights read differ from the prediction: {read}", markup=False)
         return 1
-    try:
-        console.print(table.check())
-    except TrafficMismatch as mismatch:
-        console.print(f"TrafficMismatch: {mismatch}", markup=False)
-        return 1
-    return 0
+    return 0 if print_check(table, console) else 1
 
 
 def print_costs(result: dict[str, Any], console: Console) -> None:

@@ -123,12 +123,22 @@ def print_verdict(table: TrafficTable, reports: Sequence[RankReport], console: C
     Returns the exit status: 1 if something differs in `table`, or in the `reports` of all ranks.
     Only rank 0 calls this; `console` is where it prints.
     """
-    try:
-        console.print(table.check())
-    except TrafficMismatch as mismatch:
-        console.print(f"TrafficMismatch: {mismatch}", markup=False)
+    if not print_check(table, console):
         return 1
     wrong = "; ".join(differences(reports))
     good = "memory: formula = counted, to the byte; parameters: equal, to the bit"
     console.print(f"these differ: {wrong}" if wrong else good, markup=False)
     return 1 if wrong else 0
+
+
+def print_check(table: TrafficTable, console: Console) -> bool:
+    """Print whether the traffic in `table` is as predicted, and return it.
+
+    Only rank 0 calls this; `console` is where it prints.
+    """
+    try:
+        console.print(table.check())
+    except TrafficMismatch as mismatch:
+        console.print(f"TrafficMismatch: {mismatch}", markup=False)
+        return False
+    return True

@@ -198,9 +198,8 @@ def check_batch(options: argparse.Namespace, num_ranks: int) -> None:
     """Raise ValueError if rows or positions of the batch cannot be divided among the ranks."""
     axes = options.mesh or {}
     ranks = axes["data"] * axes.get("expert", 1) if "data" in axes else num_ranks
-    context_positions(
-        options.context, axes.get("context", 1), 0
-    )  # raises if a rank would have none
+    # Raises if a rank would have no positions.
+    context_positions(options.context, axes.get("context", 1), 0)
     if options.batch < ranks * options.micro_batches:
         raise ValueError(
             f"a global batch of {options.batch} cannot be divided among {ranks} ranks"

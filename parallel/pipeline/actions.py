@@ -6,6 +6,7 @@ long it takes, and how it is written: F, B, I and W, as in papers and in PyTorch
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -32,16 +33,16 @@ class Result(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Action:
+class Action(ABC):
     """One action of a schedule; the base class of all kinds."""
 
     stage: int
     micro_batch: int
 
     @property
+    @abstractmethod
     def code(self) -> str:
         """The kind of the action, as PyTorch writes it."""
-        raise NotImplementedError
 
     @property
     def parts(self) -> tuple[Action, ...]:
@@ -211,9 +212,9 @@ class Message(Action):
     direction: str
 
     @property
+    @abstractmethod
     def other_end(self) -> Message:
         """The same message on the other rank."""
-        raise NotImplementedError
 
     def belongs_to(self) -> list[Forward]:
         ends = self.stage, self.other_end.stage

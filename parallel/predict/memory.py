@@ -10,7 +10,7 @@ from parallel.layout import BatchSize, RankView
 from parallel.mesh import length
 from parallel.optim import OFFLOADED, bytes_moved, offloaded_bytes, state_bytes
 from parallel.pipeline import simulate
-from parallel.step import Action, Kept, LayerForward, activations_of
+from parallel.step import Action, Kept, LayerForward, activations_of, tokens_of
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,6 @@ class StepMemory:
 
     def saved_in_step(self, rows: int, context: int, whole: BatchSize | None = None) -> int:
         """Return the bytes that the layers of the rank save in a step; see `Kept`."""
-        layers = activations_of(self.view, rows, context, whole)
+        layers = activations_of(self.view, tokens_of(self.view, rows, context, whole))
         forward = [action for action in self.actions if isinstance(action, LayerForward)]
         return sum(layers[action.micro_batch][action.layer].saved for action in forward)

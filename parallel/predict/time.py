@@ -22,9 +22,11 @@ from parallel.layout import BatchSize, Layout, RankView, views_of_parts
 from parallel.predict.walk import walk
 from parallel.step import Action, LayerAction, Receive, Send, lower
 
+COMPUTING = ("forward", "backward")
+
 
 class Span(NamedTuple):
-    """What ranks do for a time: ``"forward"``, ``"backward"``, or waiting for an axis."""
+    """What ranks do for a time: one of `COMPUTING`, or waiting for an axis."""
 
     what: str
     begin: float
@@ -49,14 +51,13 @@ class StepTime(NamedTuple):
         """Return the seconds for which ranks wait, by axis; ``pipe`` includes the bubble."""
         seconds: dict[str, float] = {}
         for what, begin, end in self.spans[index]:
-            if what not in ("forward", "backward"):
+            if what not in COMPUTING:
                 seconds[what] = seconds.get(what, 0.0) + end - begin
         return seconds
 
     def computing(self, index: int) -> float:
         """Return the seconds for which ranks compute."""
-        kinds = ("forward", "backward")
-        return sum(end - begin for what, begin, end in self.spans[index] if what in kinds)
+        return sum(end - begin for what, begin, end in self.spans[index] if what in COMPUTING)
 
 
 class Prices:

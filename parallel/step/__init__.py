@@ -13,7 +13,7 @@ from parallel.step.computing import (
     LayerForward,
     Update,
 )
-from parallel.step.kept import Kept, activations_of
+from parallel.step.kept import Kept, activations_of, tokens_of
 from parallel.step.layer_calls import in_groups, led_by
 from parallel.step.lowering import lower
 from parallel.step.messages import Receive, Send, StageMessage, WaitForSends
@@ -25,5 +25,5 @@ __all__ = [
     "LayerBackward", "LayerBackwardInput", "LayerBackwardWeight", "LayerForward", "Receive",
     "Reduce", "Reshard", "Send", "SendNorm", "StageMessage", "SumCounts", "SumLoss", "SumNorm",
     "Unshard", "Update", "WaitForCalls", "WaitForSends", "activations_of", "in_groups", "led_by",
-    "lower",
+    "lower", "tokens_of",
 ]  # fmt: skip

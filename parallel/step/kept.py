@@ -46,8 +46,8 @@ class Kept:
         self.view, self.is_offloaded = view, is_offloaded
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self.activations = activations_of(view, rows, context, whole)
         self._tokens = tokens_of(view, rows, context, whole)
+        self.activations = activations_of(view, self._tokens)
         self.reducing: list[str] = []
         self._held: dict[tuple[str, ...], int] = {}
         self._pending: list[Iterator[int]] = []  # the scratch of the calls that follow each other
@@ -134,9 +134,7 @@ def tokens_of(
     return [layout.tokens_of(rows, context, k, view.rank, whole=whole) for k in numbers]
 
 
-def activations_of(
-    view: RankView, rows: int, context: int, whole: BatchSize | None = None
-) -> list[dict[str, Activations]]:
-    """Return what each layer keeps, by micro-batch; see `tokens_of`."""
+def activations_of(view: RankView, tokens: Iterable[ArraySpec]) -> list[dict[str, Activations]]:
+    """Return what each layer keeps, by micro-batch, for the result of `tokens_of`."""
     kept_for = cache(view.model.activation_bytes)  # most micro-batches are equal
-    return [kept_for(x) for x in tokens_of(view, rows, context, whole)]
+    return [kept_for(x) for x in tokens]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
@@ -13,7 +14,7 @@ from parallel.step.kept import Kept
 
 
 @dataclass(frozen=True, kw_only=True)
-class StageMessage(Action):
+class StageMessage(Action, ABC):
     """One end of a message between stages: the base class of `Send` and `Receive`.
 
     Attributes
@@ -24,9 +25,9 @@ class StageMessage(Action):
     message: Message
 
     @property
+    @abstractmethod
     def stage(self) -> int:
         """The stage at this end."""
-        raise NotImplementedError
 
     @property
     def kind(self) -> str:

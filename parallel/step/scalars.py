@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from parallel.accounts import PredictedCall
@@ -11,12 +12,12 @@ from parallel.step.action import SCALAR_ALGORITHM, Action
 from parallel.step.kept import Kept
 
 
-class SumOfScalars(Action):
+class SumOfScalars(Action, ABC):
     """An all-reduce of a few numbers; the base class of such actions."""
 
+    @abstractmethod
     def num_elements(self, model: Model) -> int:
         """Return how many numbers there are."""
-        raise NotImplementedError
 
     @property
     def itemsize(self) -> int:

@@ -15,7 +15,16 @@ from bench import moe_cases
 from bench.__main__ import main
 from bench.docs import experts
 from bench.moe_cases import FLAT, HIERARCHICAL, OURS, THEIRS, Bytes, Dispatched, Found, Sliced
-from bench.moe_steps import Alltoallv, Size, Steps, forward_of, gate_of, num_wrong, routed, way_of
+from bench.moe_steps import (
+    Alltoallv,
+    Size,
+    Steps,
+    dispatcher_of,
+    forward_of,
+    gate_of,
+    num_wrong,
+    routed,
+)
 
 SIZE = Size(tokens=24, dim=5, num_experts=4)
 
@@ -54,7 +63,7 @@ def test_both_contenders_add_copies_of_tokens(name: str) -> None:
     comm, gate = collectives.wrap(MPI.COMM_SELF), gate_of(name, SIZE)
     x = np.random.default_rng(1).standard_normal((SIZE.tokens, SIZE.dim), np.float32)
     routings = [routed(gate, SIZE, 0, step) for step in range(2)]
-    ours = forward_of(way_of("flat", comm, gate, SIZE))
+    ours = forward_of(dispatcher_of("flat", comm, gate, SIZE))
     for forward in (ours, Alltoallv(MPI.COMM_SELF, gate.num_experts)):
         steps = Steps(forward, x, routings)
         for _ in routings:

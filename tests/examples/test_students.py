@@ -17,10 +17,9 @@ from examples.students import Distillation, Teacher, distilled
 from examples.students.distillation import divergence, sizes
 from moe import RoutingLog, mixtures, moe_gpt
 from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer, checkpoint, gpt
-from parallel.commands.rank_report import differences
 from parallel.nn import BatchRows, CrossEntropy, Linear, Model, Step
 from tests.moe.experts import close
-from tests.parallel.layouts import CLIP, ROWS, End, Setup, batch, check_equal
+from tests.parallel.layouts import CLIP, ROWS, End, Setup, as_one_rank, batch
 from tests.parallel.models import Values, numerical
 from tests.parallel.training import CONTEXT, nothing
 
@@ -88,15 +87,6 @@ def setup_of(of: Any, zero: int = 1, **axes: int) -> Setup:
                  steps=STEPS)  # fmt: skip
 
 
-def check(setup: Setup) -> list[End]:
-    alone = setup.alone()
-    ends = setup.run()
-    check_equal(ends, alone)
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
-    return ends
-
-
 def phases(end: End) -> set[str]:
     assert end.table is not None
     return {row.phase for row in end.table.rows if row.recorded.bytes}
@@ -113,7 +103,7 @@ def phases(end: End) -> set[str]:
 )  # fmt: skip
 def test_every_layout(axes: dict[str, int]) -> None:
     """Losses and parameters of 2 clipped steps; traffic and memory of each, to the byte."""
-    ends = check(setup_of(Student(), **axes))
+    ends = as_one_rank(setup_of(Student(), **axes))
     if "expert" in axes:
         its = {each for each in phases(ends[0]) if "/teacher/" in each}
         assert "forward/loss/teacher/block1/dispatch" in its
@@ -122,13 +112,13 @@ def test_every_layout(axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_divided_gradients_and_parameters(zero: int) -> None:
-    check(setup_of(Student(), zero, data=2, expert=2))
+    as_one_rank(setup_of(Student(), zero, data=2, expert=2))
 
 
 @pytest.mark.parametrize("gate", ["gshard", "bias"])
 def test_a_teacher_gates_as_in_training_and_learns_nothing(gate: str) -> None:
     """Numbers are drawn for its gate; and its biases stay."""
-    for end in check(setup_of(Student(gate=gate), data=2, expert=2)):
+    for end in as_one_rank(setup_of(Student(gate=gate), data=2, expert=2)):
         loss = end.trainer.model.layers["loss"]
         for name, layer in loss.teacher.model.counting_layers.items():
             assert layer.state() == trained(gate)[1][name]
@@ -139,7 +129,7 @@ def test_a_teacher_that_stops_sends_nothing_more() -> None:
     runs = {stop: setup_of(Student(stop), expert=2) for stop in (0, STOP, STEPS)}
     sent = {}
     for stop, setup in runs.items():
-        table = check(setup)[0].table
+        table = as_one_rank(setup)[0].table
         assert table is not None
         rows = [row for row in table.rows if row.phase.startswith("forward/loss/teacher")]
         sent[stop] = sum(row.recorded.calls for row in rows)

@@ -262,13 +262,18 @@ def spoil_messages(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.setattr(SendBuffer, "away", spoiled)
 
 
-def moved(log: RoutingLog, distance: int) -> RoutingLog:
-    """Return a log in which one token went to an expert that is so many numbers further."""
+def moved(log: RoutingLog, distance: int, where: tuple[int, str] | None = None) -> RoutingLog:
+    """Return a log in which one token went to an expert that is so many numbers further.
+
+    One token of each part; or of the first part of the step and the layer in `where` alone.
+    """
     found = RoutingLog()
-    for (step, name), parts in log.parts.items():
-        for row, routing in parts.items():
-            expert = routing.expert.copy()
-            kept = np.flatnonzero(~routing.is_dropped)[0]
-            expert[kept] = (expert[kept] + distance) % routing.num_experts
-            found.add(step, name, row, replace(routing, expert=expert))
+    for key, parts in log.parts.items():
+        for i, (row, routing) in enumerate(parts.items()):
+            if where is None or (key == where and i == 0):
+                expert = routing.expert.copy()
+                kept = np.flatnonzero(~routing.is_dropped)[0]
+                expert[kept] = (expert[kept] + distance) % routing.num_experts
+                routing = replace(routing, expert=expert)
+            found.add(*key, row, routing)
     return found

@@ -13,7 +13,7 @@ import numpy as np
 import collectives
 from collectives import Communicator
 from parallel import Mesh, Recipe, Sharding, TrafficTable, Trainer, gpt, text
-from parallel.commands.rank_report import RankReport
+from parallel.commands.rank_report import RankReport, differences
 from parallel.layout import BatchSize
 from parallel.mesh import pieces_of
 from parallel.nn import Model
@@ -164,6 +164,21 @@ def check_equal(ends: list[End], alone: End, tolerance: float = 1e-12) -> None:
             np.testing.assert_allclose(x, wanted[name][where], rtol=0, atol=tolerance, err_msg=name)
             seen[name][where] += 1
     assert all(count.min() > 0 for count in seen.values()), "a parameter is on no rank"
+
+
+def as_one_rank(setup: Setup) -> list[End]:
+    """Check that ranks end as one rank does, and send and keep what is predicted."""
+    alone = setup.alone()  # first: a routing is predicted by that of one rank
+    ends = setup.run()
+    check_equal(ends, alone)
+    check_accounts(ends)
+    return ends
+
+
+def check_accounts(ends: list[End]) -> None:
+    """Memory and traffic are as predicted, and ranks have the same parameters."""
+    assert differences([end.report for end in ends]) == []
+    assert ends[0].table is not None and ends[0].table.check()
 
 
 def with_optimizer(setup: Setup, optimizer: Callable[..., Any]) -> Setup:

@@ -32,7 +32,7 @@ from parallel.nn import (
     Unembedding,
 )
 from parallel.optim.storage import OFFLOADED, READ, TO_DEVICE, TO_HOST, WRITTEN, Storage
-from parallel.step.kept import activations_of
+from parallel.step.kept import activations_of, tokens_of
 from tests.parallel.fake_arrays import FAKE, bare, crossed
 from tests.parallel.test_memory import numpys
 from tests.parallel.test_offload import CONTEXT, ROWS, STEPS, Make, batch, bits, places, serial
@@ -69,7 +69,8 @@ def check_predictions(strategy: Trainer) -> None:
 def saved_by_layer(strategy: Trainer) -> list[list[Activations]]:
     """By micro-batch."""
     rows = len(batch(0, *strategy.batch_part)[0])
-    return [list(part.values()) for part in activations_of(strategy.view, rows, CONTEXT)]
+    tokens = tokens_of(strategy.view, rows, CONTEXT)
+    return [list(part.values()) for part in activations_of(strategy.view, tokens)]
 
 
 # The same bits, and predictions

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from parallel import Recipe, Sharding, Trainer
-from parallel.commands.rank_report import differences
 from parallel.nn import BatchRows, Dropout, Step
-from tests.parallel.layouts import CLIP, Setup, check_equal
+from tests.parallel.layouts import CLIP, Setup, as_one_rank, check_equal
 
 LAYOUTS: list[dict[str, int]] = [
     {"data": 3}, {"tensor": 2}, {"tensor": 3}, {"pipe": 2}, {"context": 2}, {"context": 3},
@@ -26,29 +25,22 @@ def setup_of(axes: dict[str, int], rate: float = 0.3, **model: Any) -> Setup:
     return Setup(tuple(axes.items()), sharding=sharding, model=options)
 
 
-def check(setup: Setup) -> None:
-    alone, ends = setup.alone(), setup.run()
-    check_equal(ends, alone)
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
-
-
 @pytest.mark.parametrize("axes", LAYOUTS)
 def test_training_is_as_on_one_rank(axes: dict[str, int]) -> None:
     """Losses and parameters, traffic and memory of 4 steps."""
-    check(setup_of(axes))
+    as_one_rank(setup_of(axes))
 
 
 @pytest.mark.parametrize("form", ["keep", "gather"])
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 3}, {"pipe": 2, "tensor": 2}])
 def test_ranks_that_divide_tokens_drop_the_same(axes: dict[str, int], form: str) -> None:
     """Sequence parallelism."""
-    check(setup_of(axes, sequence_parallel=form))
+    as_one_rank(setup_of(axes, sequence_parallel=form))
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"tensor": 2}])
 def test_recomputed_layers_drop_the_same_again(axes: dict[str, int]) -> None:
-    check(setup_of(axes, recompute=("block*",)))
+    as_one_rank(setup_of(axes, recompute=("block*",)))
 
 
 def test_micro_batches_drop_the_same() -> None:

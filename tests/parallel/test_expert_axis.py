@@ -12,11 +12,18 @@ import pytest
 import collectives
 from collectives import Communicator
 from parallel import SGD, Adam, Mesh, PredictedCall, Recipe, Sharding, Trainer, checkpoint, nn
-from parallel.commands.rank_report import differences
 from parallel.nn import Activations, ArraySpec, Layer, LayerTraffic, Model, ParameterSpec, Step
 from parallel.step import Reduce, Unshard, WaitForCalls
 from tests.covering import pairwise
-from tests.parallel.layouts import CLIP, FEW_STEPS, End, Setup, batch, check_equal, with_optimizer
+from tests.parallel.layouts import (
+    CLIP,
+    FEW_STEPS,
+    Setup,
+    batch,
+    check_accounts,
+    check_equal,
+    with_optimizer,
+)
 from tests.parallel.training import CONTEXT, nothing
 
 ROWS, HIDDEN, VOCABULARY = 24, 6, 256  # as many rows on each rank and in each micro-batch
@@ -119,12 +126,6 @@ def setup_of(axes: Axes, sharding: str = "ddp", **options: Any) -> Setup:
     number = 2 if ("expert", 3) in axes else 4
     of = partial(SHARDINGS[sharding], axes=shared)
     return Setup(axes, sharding=of, rows=ROWS, of=MODELS[number], steps=FEW_STEPS, **options)
-
-
-def check_accounts(ends: list[End]) -> None:
-    """Memory and traffic are as predicted, and ranks have the same parameters."""
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import pytest
 import collectives
 from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer
 from parallel.accounts.table import by_axis, sums
-from parallel.commands.rank_report import differences
 from parallel.pipeline import SCHEDULES, Schedule, parse, simulate
 from parallel.step import (
     LayerAction,
@@ -32,7 +31,9 @@ from tests.parallel.layouts import (
     LAYOUTS,
     ROWS,
     Setup,
+    as_one_rank,
     batch,
+    check_accounts,
     check_equal,
     with_optimizer,
 )
@@ -63,10 +64,7 @@ def test_losses_and_parameters_are_those_of_one_rank(
     """With a clipped gradient in each step; and the three accounts agree."""
     setup = setup_of(pipe, data, tensor, model=(("is_tied", is_tied),))
     setup = with_optimizer(setup, OPTIMIZERS[optimizer])
-    ends = setup.run()
-    check_equal(ends, setup.alone())
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
+    ends = as_one_rank(setup)
     assert all(end.norms == ends[0].norms for end in ends)
     assert len(ends[0].norms) == FEW_STEPS and min(ends[0].norms) > CLIP
     check_parameter_bytes(ends)
@@ -135,10 +133,7 @@ def test_without_one_sum_the_result_is_another(axis: str, layout: dict[str, int]
 def test_sequence_parallel(form: str, pipe: int, data: int, tensor: int) -> None:
     """More ranks than tokens in a row, too: some have none."""
     setup = setup_of(pipe, data, tensor, model=(("sequence_parallel", form), ("is_tied", True)))
-    ends = setup.run()
-    check_equal(ends, setup.alone())
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
+    as_one_rank(setup)
 
 
 CONTEXT_LAYOUTS = [  # pipe, data, context, tensor
@@ -157,10 +152,7 @@ def test_context_parallel(attention: str, layout: tuple[int, ...]) -> None:
         model += (("sequence_parallel", "gather"),)
     sharding = partial(Sharding.zero, 1, axes=("data", "context"))
     setup = Setup(axes, model=model, sharding=sharding, steps=FEW_STEPS)
-    ends = setup.run()
-    check_equal(ends, setup.alone())
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
+    as_one_rank(setup)
 
 
 def test_context_ranks_that_nothing_sums_over_are_refused() -> None:
@@ -200,10 +192,7 @@ def test_every_schedule(name: str, layout: tuple[int, int, int]) -> None:
         *layout, schedule=name, recipe=Recipe(num_micro_batches=twice, clip=CLIP),
         blocks=twice - 2, model=(("is_tied", True),),
     )  # fmt: skip
-    ends = setup.run()
-    check_equal(ends, setup.alone())
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
+    as_one_rank(setup)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -216,8 +205,7 @@ def test_more_of_zero_with_a_pipeline(name: str, stage: int) -> None:
     )
     ends = setup.run()
     np.testing.assert_allclose(ends[0].losses, setup.alone().losses, rtol=0, atol=1e-12)
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
+    check_accounts(ends)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -229,8 +217,7 @@ def test_other_dtypes(dtype: str) -> None:
     assert len({tuple(end.losses) for end in ends}) == 1
     tolerance = {"float32": 1e-5, "bfloat16": 0.05, "float16": 0.05}[dtype]
     np.testing.assert_allclose(ends[0].losses, setup.alone().losses, rtol=0, atol=tolerance)
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
+    check_accounts(ends)
 
 
 # Traffic by axis
@@ -384,10 +371,7 @@ def test_a_refused_schedule_is_shown_as_a_grid() -> None:
 
 def test_dualpipe_on_four_ranks_with_sixteen_micro_batches() -> None:
     setup = setup_of(4, 1, 1, schedule="dualpipe", recipe=Recipe(num_micro_batches=16, clip=CLIP))
-    ends = setup.run()
-    check_equal(ends, setup.alone())
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
+    as_one_rank(setup)
 
 
 def test_a_model_made_without_the_mesh_is_refused() -> None:

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 
 from parallel import SGD, Recipe, Sharding, Trainer
-from parallel.commands.rank_report import differences
 from parallel.layout import Stages
 from parallel.mesh import length, span
 from parallel.nn import Step
 from parallel.optim import Adam
 from parallel.pipeline import make, simulate
-from tests.parallel.layouts import STEPS, Setup, batch, boxes_of, with_optimizer
+from tests.parallel.layouts import STEPS, Setup, batch, boxes_of, check_accounts, with_optimizer
 from tests.parallel.training import CONTEXT, Values
 
 MICRO_BATCHES = 5
@@ -102,8 +101,7 @@ def test_it_equals_a_serial_emulation(pipe: int, data: int, tensor: int, optimiz
         np.testing.assert_allclose(end.losses, losses, rtol=0, atol=1e-12)
         for name, where, x in end.parameters:
             np.testing.assert_allclose(x, wanted[name][where], rtol=0, atol=1e-12)
-    assert differences([end.report for end in ends]) == []
-    assert ends[0].table is not None and ends[0].table.check()
+    check_accounts(ends)
 
 
 def test_with_the_newest_weights_in_backward_it_is_another_run() -> None:
