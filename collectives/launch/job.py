@@ -331,11 +331,15 @@ def _die_with_launcher() -> list[str]:
     return [sys.executable, "-I", "-S", "-c", _DIE_WITH_LAUNCHER] if sys.platform == "linux" else []
 
 
-def _text(file: IO[bytes] | None, end: str = "") -> str | None:
+def _text(file: IO[bytes] | None, notes: str = "") -> str | None:
+    """What the job wrote to a file, and the launcher's `notes` from a new line on."""
     if file is None:
         return None
     file.seek(0)
-    return file.read().decode(errors="replace") + end
+    text = file.read().decode(errors="replace")
+    # Open MPI writes a NUL after some of its messages, also where a line has ended.
+    is_in_line = text and notes and not text.endswith("\n")
+    return f"{text}\n{notes}" if is_in_line else text + notes
 
 
 def _end(job: subprocess.Popen[bytes], home: str) -> None:

@@ -535,6 +535,14 @@ def test_a_rank_that_crashes_at_once_is_named(signum: signal.Signals, script: Sc
     assert deaths(job.stderr) == ["1"]
 
 
+def test_a_sentence_of_the_launcher_begins_a_line(script: Script) -> None:
+    """A rank dies in the middle of a line of its own."""
+    source = f"{RANK}    os.write(2, b'half of a')\n    os.kill(os.getpid(), signal.SIGKILL)"
+    job = launch(1, [script(source)], timeout=TOO_LONG, capture=True)
+    assert "half of a" in job.stderr
+    assert deaths(job.stderr) == ["0"], job.stderr
+
+
 def test_a_rank_that_crashes_while_python_starts_is_named(script: Script, tmp_path: Path) -> None:
     script(f"{RANK}    if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)", "sitecustomize.py")
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
