@@ -300,6 +300,7 @@ def test_what_a_call_has_put_on_its_stream_is_waited_for_though_another_thread_e
             work.test()
             if comm.rank == 0 and is_at_work_for(work._run.execution):
                 is_at_work.set()
+        others.barrier()  # no rank tests its call after another's has expired
         with ThreadPoolExecutor(1) as pool:
             pool.submit(work.expire, 0.0).result()
         others.barrier()
