@@ -98,7 +98,8 @@ def a_device_that_is_waited_for_too_long(world: Communicator) -> None:
     for name in ("ring", "one_shot"):
         comm = with_links(world)
         freeze_rank_1(comm)
-        comm.all_reduce(on_device(np.ones(6)), algorithm=name)  # all ranks return
+        comm.all_reduce(on_device(np.ones(6)), algorithm=name)
+        world.barrier()  # all ranks return, before one of them gives up
         after_failure(comm, thaw)
         with pytest.raises(collectives.CollectiveTimeout) as caught:
             comm.synchronize(timeout=None if comm.rank == 1 else 1.0)
@@ -131,6 +132,7 @@ def stands_still(world: Communicator, name: str, after: int) -> bool:
     freeze_rank_1(comm, after)
     after_failure(comm, thaw)
     results = [comm.all_reduce(on_device(np.ones(6)), algorithm=name) for _ in range(2)]
+    world.barrier()  # all ranks return, before one of them gives up
     try:
         comm.synchronize(timeout=None if comm.rank == 1 else 0.3)
     except collectives.CollectiveTimeout:
@@ -147,7 +149,8 @@ def stands_still(world: Communicator, name: str, after: int) -> bool:
 
 @PROGRAMS.together
 def a_message_that_is_waited_for_too_long(world: Communicator) -> None:
-    comm, _ = with_a_message_of_a_frozen_rank(world)  # all ranks return
+    comm, _ = with_a_message_of_a_frozen_rank(world)
+    world.barrier()  # all ranks return, before one of them gives up
     after_failure(comm, thaw)
     with pytest.raises(collectives.CollectiveTimeout) as caught:
         synchronize_again(comm, 0.3 if comm.rank == 2 else None)
@@ -217,7 +220,8 @@ def a_time_limit_of_a_call_ends_the_wait_of_a_device_though_nobody_waits_on_the_
 ) -> None:
     comm = with_links(world)
     freeze_rank_1(comm)
-    work = comm.all_reduce(on_device(np.ones(6)), async_op=True, timeout=0.3)
+    # The limit ends no call before all ranks have made the second.
+    work = comm.all_reduce(on_device(np.ones(6)), async_op=True, timeout=1.0)
     comm.all_reduce(on_device(np.ones(6)), algorithm="one_shot")
     work.wait(timeout=20)
     assert not work.test()
@@ -250,6 +254,7 @@ def a_slow_peer_that_writes_smaller_values_back(world: Communicator) -> None:
         first = BACKEND.record()
         hold(BACKEND.current_stream(), word)
         plan.run()
+        world.barrier()  # all ranks return, before one of them gives up
         with pytest.raises(collectives.CollectiveTimeout):
             comm.synchronize(timeout=0.3)  # gives up while the streams are held
         world.barrier()  # the devices of the others have been let go
