@@ -132,7 +132,7 @@ def print_verdict(table: TrafficTable, reports: Sequence[RankReport], console: C
 
 
 def print_check(table: TrafficTable, console: Console) -> bool:
-    """Print whether the traffic in `table` is as predicted, and return it.
+    """Print whether the traffic in `table` is as predicted; return True if it is.
 
     Only rank 0 calls this; `console` is where it prints.
     """

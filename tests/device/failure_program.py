@@ -220,13 +220,16 @@ def a_time_limit_of_a_call_ends_the_wait_of_a_device_though_nobody_waits_on_the_
 ) -> None:
     comm = with_links(world)
     freeze_rank_1(comm)
-    # The limit ends no call before all ranks have made the second.
-    work = comm.all_reduce(on_device(np.ones(6)), async_op=True, timeout=1.0)
-    comm.all_reduce(on_device(np.ones(6)), algorithm="one_shot")
-    work.wait(timeout=20)
-    assert not work.test()
-    after_failure(comm, thaw)
-    BACKEND.synchronize()
+    with released() as word:
+        hold(BACKEND.current_stream(), word)
+        work = comm.all_reduce(on_device(np.ones(6)), async_op=True, timeout=0.3)
+        comm.all_reduce(on_device(np.ones(6)), algorithm="one_shot")
+        world.barrier()  # all ranks return, before the time of the first call begins
+        word[:] = 1
+        work.wait(timeout=20)
+        assert not work.test()
+        after_failure(comm, thaw)
+        BACKEND.synchronize()
     for _ in range(2):
         for ask in (work.test, partial(work.wait, host=True)):
             with pytest.raises(collectives.CollectiveTimeout):

@@ -22,7 +22,7 @@ from parallel.run.memory import peak_memory
 from parallel.strategies import SyncParameterServer
 from tests.moe.experts import moved
 from tests.moe.tables import digests
-from tests.parallel.layouts import CLIP, End, Setup, as_one_rank
+from tests.parallel.layouts import CLIP, End, Setup, check_as_one_rank
 from tests.parallel.training import nothing
 
 ROWS, SIZE = 9, 8  # images, and their rows of pixels
@@ -75,7 +75,7 @@ def setup_of(of: Callable[[Mesh | None], Model], zero: int = 1, **axes: int) -> 
 
 
 def check(setup: Setup) -> list[End]:
-    ends = as_one_rank(setup)
+    ends = check_as_one_rank(setup)
     assert all(end.norms == ends[0].norms for end in ends)
     return ends
 

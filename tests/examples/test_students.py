@@ -19,7 +19,7 @@ from moe import RoutingLog, mixtures, moe_gpt
 from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer, checkpoint, gpt
 from parallel.nn import BatchRows, CrossEntropy, Linear, Model, Step
 from tests.moe.experts import close
-from tests.parallel.layouts import CLIP, ROWS, End, Setup, as_one_rank, batch
+from tests.parallel.layouts import CLIP, ROWS, End, Setup, batch, check_as_one_rank
 from tests.parallel.models import Values, numerical
 from tests.parallel.training import CONTEXT, nothing
 
@@ -103,7 +103,7 @@ def phases(end: End) -> set[str]:
 )  # fmt: skip
 def test_every_layout(axes: dict[str, int]) -> None:
     """Losses and parameters of 2 clipped steps; traffic and memory of each, to the byte."""
-    ends = as_one_rank(setup_of(Student(), **axes))
+    ends = check_as_one_rank(setup_of(Student(), **axes))
     if "expert" in axes:
         its = {each for each in phases(ends[0]) if "/teacher/" in each}
         assert "forward/loss/teacher/block1/dispatch" in its
@@ -112,13 +112,13 @@ def test_every_layout(axes: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("zero", [2, 3])
 def test_divided_gradients_and_parameters(zero: int) -> None:
-    as_one_rank(setup_of(Student(), zero, data=2, expert=2))
+    check_as_one_rank(setup_of(Student(), zero, data=2, expert=2))
 
 
 @pytest.mark.parametrize("gate", ["gshard", "bias"])
 def test_a_teacher_gates_as_in_training_and_learns_nothing(gate: str) -> None:
     """Numbers are drawn for its gate; and its biases stay."""
-    for end in as_one_rank(setup_of(Student(gate=gate), data=2, expert=2)):
+    for end in check_as_one_rank(setup_of(Student(gate=gate), data=2, expert=2)):
         loss = end.trainer.model.layers["loss"]
         for name, layer in loss.teacher.model.counting_layers.items():
             assert layer.state() == trained(gate)[1][name]
@@ -129,7 +129,7 @@ def test_a_teacher_that_stops_sends_nothing_more() -> None:
     runs = {stop: setup_of(Student(stop), expert=2) for stop in (0, STOP, STEPS)}
     sent = {}
     for stop, setup in runs.items():
-        table = as_one_rank(setup)[0].table
+        table = check_as_one_rank(setup)[0].table
         assert table is not None
         rows = [row for row in table.rows if row.phase.startswith("forward/loss/teacher")]
         sent[stop] = sum(row.recorded.calls for row in rows)

@@ -19,7 +19,7 @@ from parallel.step import Reduce, SumCounts
 from tests.covering import pairwise
 from tests.moe.experts import moved
 from tests.moe.tables import digests
-from tests.parallel.layouts import CLIP, End, Setup, as_one_rank, check_equal, with_optimizer
+from tests.parallel.layouts import CLIP, End, Setup, check_as_one_rank, check_equal, with_optimizer
 from tests.parallel.training import CONTEXT
 
 PADDED = ["gshard", "switch", "expert-choice", "v-moe", "stable"]
@@ -71,7 +71,7 @@ def setup_of(mixture: Mixture, zero: int = 1, parts: int = 2, **axes: int) -> Se
 
 
 def check(setup: Setup) -> list[End]:
-    ends = as_one_rank(setup)
+    ends = check_as_one_rank(setup)
     assert all(end.norms == ends[0].norms for end in ends) and min(ends[0].norms) > CLIP
     return ends
 

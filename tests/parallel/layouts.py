@@ -166,7 +166,7 @@ def check_equal(ends: list[End], alone: End, tolerance: float = 1e-12) -> None:
     assert all(count.min() > 0 for count in seen.values()), "a parameter is on no rank"
 
 
-def as_one_rank(setup: Setup) -> list[End]:
+def check_as_one_rank(setup: Setup) -> list[End]:
     """Check that ranks end as one rank does, and send and keep what is predicted."""
     alone = setup.alone()  # first: a routing is predicted by that of one rank
     ends = setup.run()

@@ -10,7 +10,7 @@ import pytest
 
 from parallel import Recipe, Sharding, Trainer
 from parallel.nn import BatchRows, Dropout, Step
-from tests.parallel.layouts import CLIP, Setup, as_one_rank, check_equal
+from tests.parallel.layouts import CLIP, Setup, check_as_one_rank, check_equal
 
 LAYOUTS: list[dict[str, int]] = [
     {"data": 3}, {"tensor": 2}, {"tensor": 3}, {"pipe": 2}, {"context": 2}, {"context": 3},
@@ -28,19 +28,19 @@ def setup_of(axes: dict[str, int], rate: float = 0.3, **model: Any) -> Setup:
 @pytest.mark.parametrize("axes", LAYOUTS)
 def test_training_is_as_on_one_rank(axes: dict[str, int]) -> None:
     """Losses and parameters, traffic and memory of 4 steps."""
-    as_one_rank(setup_of(axes))
+    check_as_one_rank(setup_of(axes))
 
 
 @pytest.mark.parametrize("form", ["keep", "gather"])
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 3}, {"pipe": 2, "tensor": 2}])
 def test_ranks_that_divide_tokens_drop_the_same(axes: dict[str, int], form: str) -> None:
     """Sequence parallelism."""
-    as_one_rank(setup_of(axes, sequence_parallel=form))
+    check_as_one_rank(setup_of(axes, sequence_parallel=form))
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"tensor": 2}])
 def test_recomputed_layers_drop_the_same_again(axes: dict[str, int]) -> None:
-    as_one_rank(setup_of(axes, recompute=("block*",)))
+    check_as_one_rank(setup_of(axes, recompute=("block*",)))
 
 
 def test_micro_batches_drop_the_same() -> None:

@@ -31,9 +31,9 @@ from tests.parallel.layouts import (
     LAYOUTS,
     ROWS,
     Setup,
-    as_one_rank,
     batch,
     check_accounts,
+    check_as_one_rank,
     check_equal,
     with_optimizer,
 )
@@ -64,7 +64,7 @@ def test_losses_and_parameters_are_those_of_one_rank(
     """With a clipped gradient in each step; and the three accounts agree."""
     setup = setup_of(pipe, data, tensor, model=(("is_tied", is_tied),))
     setup = with_optimizer(setup, OPTIMIZERS[optimizer])
-    ends = as_one_rank(setup)
+    ends = check_as_one_rank(setup)
     assert all(end.norms == ends[0].norms for end in ends)
     assert len(ends[0].norms) == FEW_STEPS and min(ends[0].norms) > CLIP
     check_parameter_bytes(ends)
@@ -133,7 +133,7 @@ def test_without_one_sum_the_result_is_another(axis: str, layout: dict[str, int]
 def test_sequence_parallel(form: str, pipe: int, data: int, tensor: int) -> None:
     """More ranks than tokens in a row, too: some have none."""
     setup = setup_of(pipe, data, tensor, model=(("sequence_parallel", form), ("is_tied", True)))
-    as_one_rank(setup)
+    check_as_one_rank(setup)
 
 
 CONTEXT_LAYOUTS = [  # pipe, data, context, tensor
@@ -152,7 +152,7 @@ def test_context_parallel(attention: str, layout: tuple[int, ...]) -> None:
         model += (("sequence_parallel", "gather"),)
     sharding = partial(Sharding.zero, 1, axes=("data", "context"))
     setup = Setup(axes, model=model, sharding=sharding, steps=FEW_STEPS)
-    as_one_rank(setup)
+    check_as_one_rank(setup)
 
 
 def test_context_ranks_that_nothing_sums_over_are_refused() -> None:
@@ -192,7 +192,7 @@ def test_every_schedule(name: str, layout: tuple[int, int, int]) -> None:
         *layout, schedule=name, recipe=Recipe(num_micro_batches=twice, clip=CLIP),
         blocks=twice - 2, model=(("is_tied", True),),
     )  # fmt: skip
-    as_one_rank(setup)
+    check_as_one_rank(setup)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -371,7 +371,7 @@ def test_a_refused_schedule_is_shown_as_a_grid() -> None:
 
 def test_dualpipe_on_four_ranks_with_sixteen_micro_batches() -> None:
     setup = setup_of(4, 1, 1, schedule="dualpipe", recipe=Recipe(num_micro_batches=16, clip=CLIP))
-    as_one_rank(setup)
+    check_as_one_rank(setup)
 
 
 def test_a_model_made_without_the_mesh_is_refused() -> None:
