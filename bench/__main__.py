@@ -70,8 +70,13 @@ def parser(words: Sequence[str]) -> argparse.ArgumentParser:
     """
     parse = argparse.ArgumentParser("python -m bench", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
-    parse.add_argument("--import", action="append", type=imported, metavar="MODULE",
-        help="import this first: a module that registers algorithms")  # fmt: skip
+    parse.add_argument(
+        "--import",
+        action="append",
+        type=imported,
+        metavar="MODULE",
+        help="import this first: a module that registers algorithms",
+    )
     commands = parse.add_subparsers(metavar="COMMAND", required=True)
     for collective in (*algorithms.collectives(), ALL):
         about = f"measure {collective if collective != ALL else 'all collectives'}"

@@ -47,15 +47,35 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add, usual = parser.add_argument, Settings()
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.set_defaults(run=run, refuse=parser.error)
-    add("--only", action="append", choices=[each.name for each in SCHEMES], metavar="SCHEME",
-        help="this one beside none; may be given several times; default: all")  # fmt: skip
+    add(
+        "--only",
+        action="append",
+        choices=[each.name for each in SCHEMES],
+        metavar="SCHEME",
+        help="this one beside none; may be given several times; default: all",
+    )
     add("--steps", type=at_least(1), default=usual.steps, help="default: %(default)s")
-    add("--last", type=at_least(1), default=usual.last, metavar="N",
-        help="steps at the end that are reported; default: %(default)s")  # fmt: skip
-    add("--seeds", type=at_least(1), default=5, metavar="N",
-        help="runs of each scheme; default: %(default)s")  # fmt: skip
-    add("--experts", type=at_least(2), default=usual.num_experts, metavar="N",
-        help="of each block; default: %(default)s")  # fmt: skip
+    add(
+        "--last",
+        type=at_least(1),
+        default=usual.last,
+        metavar="N",
+        help="steps at the end that are reported; default: %(default)s",
+    )
+    add(
+        "--seeds",
+        type=at_least(1),
+        default=5,
+        metavar="N",
+        help="runs of each scheme; default: %(default)s",
+    )
+    add(
+        "--experts",
+        type=at_least(2),
+        default=usual.num_experts,
+        metavar="N",
+        help="of each block; default: %(default)s",
+    )
     add("--layers", type=at_least(1), default=usual.num_layers, help="default: %(default)s")
     add("--hidden", type=at_least(1), default=usual.hidden, help="width; default: %(default)s")
     add("--batch", type=at_least(1), default=usual.rows, help="rows; default: %(default)s")
@@ -98,9 +118,15 @@ def chosen(only: list[str] | None) -> list[Scheme]:
 def settings_of(options: argparse.Namespace) -> Settings:
     """What all runs have in common."""
     return Settings(
-        options.steps, min(options.last, options.steps), options.experts, options.layers,
-        options.hidden, options.batch, options.context, options.lr,
-    )  # fmt: skip
+        options.steps,
+        min(options.last, options.steps),
+        options.experts,
+        options.layers,
+        options.hidden,
+        options.batch,
+        options.context,
+        options.lr,
+    )
 
 
 def title(settings: Settings, num_seeds: int) -> str:
@@ -158,6 +184,9 @@ def as_dict(
 ) -> dict[str, Any]:
     """Everything, for JSON."""
     return {
-        "provenance": provenance(PACKAGES), "settings": settings._asdict(), "seeds": num_seeds,
-        "summaries": [each.as_dict() for each in found], "runs": [each.as_dict() for each in runs],
-    }  # fmt: skip
+        "provenance": provenance(PACKAGES),
+        "settings": settings._asdict(),
+        "seeds": num_seeds,
+        "summaries": [each.as_dict() for each in found],
+        "runs": [each.as_dict() for each in runs],
+    }

@@ -55,8 +55,9 @@ def _curves(mine: list[Run], none: list[Run], y: int) -> Iterator[str]:
     for runs, color, wide in ((none, _NONE, 0.8), (mine, _PLAIN, 2.0)):
         values = [median(point) for point in zip(*(run.imbalance for run in runs), strict=True)]
         step, scale = _CURVE / max(1, len(values) - 1), (low - high) / max(1, most - 1)
-        points = (f"{_LEFT + step * i:.1f} {low - scale * (v - 1):.1f}"
-                  for i, v in enumerate(values))  # fmt: skip
+        points = (
+            f"{_LEFT + step * i:.1f} {low - scale * (v - 1):.1f}" for i, v in enumerate(values)
+        )
         path = f"M{'L'.join(points)}"
         yield f'<path d="{path}" stroke="{color}" stroke-width="{wide}" fill="none"/>'
 

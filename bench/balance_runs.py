@@ -70,9 +70,15 @@ class Settings(NamedTuple):
     def model(self, gate: MakeGate, log: RoutingLog | None = None) -> Model:
         """The model, with experts in all blocks."""
         return moe_gpt(
-            gate=gate, num_experts=self.num_experts, every=1, num_layers=self.num_layers,
-            hidden=self.hidden, num_heads=HEADS, context=self.context, log=log,
-        )  # fmt: skip
+            gate=gate,
+            num_experts=self.num_experts,
+            every=1,
+            num_layers=self.num_layers,
+            hidden=self.hidden,
+            num_heads=HEADS,
+            context=self.context,
+            log=log,
+        )
 
     def batch(self, data: text.Bytes, seed: int, step: int) -> tuple[text.Tokens, text.Tokens]:
         """The inputs and targets of a step."""
@@ -119,15 +125,22 @@ class Course(NamedTuple):
         choices, load = self.choices[-steps:], self.load[-steps:]
         least = (choices.min(axis=-1) / choices.mean(axis=-1)).mean()
         measures = Measures(
-            float(largest(choices).mean()), float(largest(load).mean()), float(least),
-            float(1 - load.sum() / choices.sum()), self.loss,
-        )  # fmt: skip
+            float(largest(choices).mean()),
+            float(largest(load).mean()),
+            float(least),
+            float(1 - load.sum() / choices.sum()),
+            self.loss,
+        )
         parts = np.array_split(self.imbalance, min(POINTS, len(self.imbalance)))
         return Run(
-            self.scheme.name, self.scheme.k, self.seed, measures,
+            self.scheme.name,
+            self.scheme.k,
+            self.seed,
+            measures,
             [round(float(part.mean()), 4) for part in parts],
-            choices.sum(axis=0).tolist(), load.sum(axis=0).tolist(),
-        )  # fmt: skip
+            choices.sum(axis=0).tolist(),
+            load.sum(axis=0).tolist(),
+        )
 
 
 class Run(NamedTuple):

@@ -31,12 +31,21 @@ def cases(
     Raises TypeError or ValueError, on every rank, for options that do not go together.
     """
     settings = [
-        partial(Case, collective, comm.rank, comm.size,
-                dtype=dtype, op=op, root=root, backend=backend, topology=comm.topology)
+        partial(
+            Case,
+            collective,
+            comm.rank,
+            comm.size,
+            dtype=dtype,
+            op=op,
+            root=root,
+            backend=backend,
+            topology=comm.topology,
+        )
         for dtype in options.dtypes
         for op in ops(collective, options.op, dtype)
         for root in roots(collective, options.root, comm.size)
-    ]  # fmt: skip
+    ]
     if collective == "barrier":
         return [make(0) for make in settings]
     if options.counts is not None:

@@ -34,12 +34,30 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.set_defaults(run=run)
     add = parser.add_argument
-    add("-b", dest="first", type=sizes.parse, default="64K", metavar="MIN",
-        help="least size in bytes; default: %(default)s")  # fmt: skip
-    add("-e", dest="last", type=sizes.parse, default="512K", metavar="MAX",
-        help="no size is greater; default: %(default)s")  # fmt: skip
-    add("-n", dest="samples", type=at_least(1), default=30, metavar="N",
-        help="samples of each function; default: %(default)s")  # fmt: skip
+    add(
+        "-b",
+        dest="first",
+        type=sizes.parse,
+        default="64K",
+        metavar="MIN",
+        help="least size in bytes; default: %(default)s",
+    )
+    add(
+        "-e",
+        dest="last",
+        type=sizes.parse,
+        default="512K",
+        metavar="MAX",
+        help="no size is greater; default: %(default)s",
+    )
+    add(
+        "-n",
+        dest="samples",
+        type=at_least(1),
+        default=30,
+        metavar="N",
+        help="samples of each function; default: %(default)s",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

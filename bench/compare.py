@@ -58,9 +58,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("before", type=result, metavar="A.json", help="what bench COLLECTIVE -J wrote")
     add("after", type=result, metavar="B.json", help="the same, later")
-    add("--fail-on-regression", type=percent, nargs="?", const=0.0, metavar="PERCENT",
+    add(
+        "--fail-on-regression",
+        type=percent,
+        nargs="?",
+        const=0.0,
+        metavar="PERCENT",
         help="exit with status 1 if anything is slower by more than the noise, and by more than "
-        "PERCENT; default: 0")  # fmt: skip
+        "PERCENT; default: 0",
+    )
 
 
 def percent(text: str) -> float:
@@ -126,8 +132,15 @@ def show(compared: Sequence[Change], console: Console) -> None:
 
 def table(changed: Sequence[Change]) -> Table:
     """One line for each change."""
-    made = table_with("collective", "type", "redop", "root", "contender", "form",
-                      numbers=["size", "before us", "after us", "change", "noise"])  # fmt: skip
+    made = table_with(
+        "collective",
+        "type",
+        "redop",
+        "root",
+        "contender",
+        "form",
+        numbers=["size", "before us", "after us", "change", "noise"],
+    )
     for each in changed:
         key = each.key
         words = [key.collective, key.dtype, key.op, str(key.root), key.name, key.form]

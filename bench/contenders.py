@@ -115,9 +115,4 @@ def _gloo(case: Case, buffers: Buffers) -> Contender:
     return Contender(groups.all_reduce(buffers.x), groups.leave, buffers.x)
 
 
-_OTHERS = {
-    NATIVE: native,
-    NATIVE_FRESH: _native_fresh,
-    MEMCPY: memcpy,
-    GLOO: _gloo,
-}
+_OTHERS = {NATIVE: native, NATIVE_FRESH: _native_fresh, MEMCPY: memcpy, GLOO: _gloo}

@@ -43,8 +43,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(run=run)
     add("--text", metavar="PATH", help="file or directory to learn; default: Python's own library")
-    add("--timeout", type=seconds, default=120.0, metavar="S",
-        help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
+    add(
+        "--timeout",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="seconds for each of its jobs; default: %(default)s",
+    )
     add("--json", type=output_file, metavar="FILE", help="write all results to FILE")
     add("--quick", action="store_true", help="a few sizes and steps, to try the demo itself")
 

@@ -48,11 +48,12 @@ def header(*, is_host: bool) -> str:
         + "".join(form.rjust(width) for form in forms),
         _CASE.format("size", "count", "type", "redop", "root")
         + _TIMES.format("time", "algbw", "busbw", "#wrong") * 2
-        + more.format("+-", "portbw", "of copy") * 2 + "  algorithm",
+        + more.format("+-", "portbw", "of copy") * 2
+        + "  algorithm",
         _CASE.format("(B)", "(elements)", "", "", "")
         + _TIMES.format("(us)", "(GB/s)", "(GB/s)", "") * 2
         + more.format("(%)", "(GB/s)", "(%)") * 2,
-    )  # fmt: skip
+    )
     return "\n".join(("#" + line[1:]).rstrip() for line in lines)
 
 

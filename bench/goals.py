@@ -23,15 +23,7 @@ from bench.case import (
     NATIVE_FRESH,
     PLAN,
 )
-from bench.measures import (
-    Excess,
-    Hidden,
-    Measure,
-    MemoryRate,
-    Ratio,
-    RelativeExcess,
-    Seconds,
-)
+from bench.measures import Excess, Hidden, Measure, MemoryRate, Ratio, RelativeExcess, Seconds
 from bench.timed import Times
 
 # The jobs.  The drop-in starts a thread in its process, so it is timed apart from the other ways.
@@ -39,9 +31,7 @@ PAIR, CROWD, WAYS, MPI4PY = "pair", "crowd", "ways", "mpi4py"
 WITH_GLOO, OVERLAP = "gloo", "overlap"
 RANKS = {PAIR: 2, CROWD: 4, WAYS: 2, MPI4PY: 2, WITH_GLOO: 2, OVERLAP: 2}
 
-OTHERS = (
-    "broadcast", "scatter", "gather", "reduce", "reduce_scatter", "all_gather", "all_to_all",
-)  # fmt: skip
+OTHERS = ("broadcast", "scatter", "gather", "reduce", "reduce_scatter", "all_gather", "all_to_all")
 FROM = 4 << 10  # bytes from which a call must not be slower than the MPI library's own
 QUICK_MOST = 64 << 10  # bytes
 

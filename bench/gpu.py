@@ -33,9 +33,17 @@ from bench import mps
 from bench.jobs import ROOT
 
 MODULES = (
-    "array_api_compat", "cupy", "hypothesis", "ml_dtypes", "mpi4py", "numba", "numpy", "pytest",
-    "pytest_timeout", "rich",
-)  # fmt: skip
+    "array_api_compat",
+    "cupy",
+    "hypothesis",
+    "ml_dtypes",
+    "mpi4py",
+    "numba",
+    "numpy",
+    "pytest",
+    "pytest_timeout",
+    "rich",
+)
 BUDGET = 490  # seconds in which steps may run
 LIMIT = 240  # seconds for a step
 PATIENCE = 45  # seconds for a step to end what it has started, when its time is up
@@ -71,8 +79,12 @@ def main(arguments: list[str] | None = None) -> int:
     parse = argparse.ArgumentParser("python -m bench.gpu", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     parse.add_argument("--out", type=Path, default="gpu-results", help="folder; %(default)s")
-    parse.add_argument("--only", action="append", metavar="WORD",
-        help="steps whose names begin so, such as tests or train; may be repeated")  # fmt: skip
+    parse.add_argument(
+        "--only",
+        action="append",
+        metavar="WORD",
+        help="steps whose names begin so, such as tests or train; may be repeated",
+    )
     options = parse.parse_args(arguments)
     folder = options.out
     if reason := why_unavailable():

@@ -19,8 +19,11 @@ def live(console: Console, steps: int) -> Iterator[Show]:
     step is measured, because that would take time from it.
     """
     columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-    )  # fmt: skip
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     hidden = console.quiet or not console.is_terminal
     bar = Progress(*columns, console=console, disable=hidden, auto_refresh=False, transient=True)
     with bar:

@@ -40,12 +40,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(run=run)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add("--ranks", type=int, action="append", choices=RANKS, metavar="N",
-        help="on so many only, 2 or 4; may be repeated")  # fmt: skip
-    add("-n", dest="samples", type=at_least(1), default=30, metavar="N",
-        help="samples of each contender; default: %(default)s")  # fmt: skip
-    add("--timeout", type=seconds, default=600.0, metavar="S",
-        help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
+    add(
+        "--ranks",
+        type=int,
+        action="append",
+        choices=RANKS,
+        metavar="N",
+        help="on so many only, 2 or 4; may be repeated",
+    )
+    add(
+        "-n",
+        dest="samples",
+        type=at_least(1),
+        default=30,
+        metavar="N",
+        help="samples of each contender; default: %(default)s",
+    )
+    add(
+        "--timeout",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds for each of its jobs; default: %(default)s",
+    )
     add("--json", type=output_file, metavar="FILE", help="write everything to FILE")
     add("--quick", action="store_true", help="few tokens and samples, to try the command itself")
 

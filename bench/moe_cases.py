@@ -104,8 +104,11 @@ def goals(found: Iterable[Found]) -> Iterator[Goal]:
             yield Goal(f"{sliced.gate} {on}: one part / several", 1 - NOISE, sliced.ratio)
         for case_of_hosts in job.hosts:
             if case_of_hosts.gate != GATES[0]:
-                yield Goal(f"{case_of_hosts.gate} {on}: bytes, {FLAT} / {HIERARCHICAL}",
-                           1.0, case_of_hosts.ratio)  # fmt: skip
+                yield Goal(
+                    f"{case_of_hosts.gate} {on}: bytes, {FLAT} / {HIERARCHICAL}",
+                    1.0,
+                    case_of_hosts.ratio,
+                )
 
 
 # Tables

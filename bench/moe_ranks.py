@@ -101,8 +101,9 @@ class Ranks:
         }
         watch = Watch()
         seconds, made = self.timed(gate, forwards)
-        wrong = {key: int(self.comm.all_reduce(np.array([num_wrong(made[key])]))[0])
-                 for key in forwards}  # fmt: skip
+        wrong = {
+            key: int(self.comm.all_reduce(np.array([num_wrong(made[key])]))[0]) for key in forwards
+        }
         return Dispatched(name, seconds, wrong, watch.cores())
 
     def sliced(self, name: str) -> Sliced:

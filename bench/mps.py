@@ -91,8 +91,12 @@ def probe(environment: Mapping[str, str]) -> None:
     try:
         done = subprocess.run(
             [sys.executable, "-c", PROBE],
-            env=environment, timeout=PROBE_SECONDS, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+            env=environment,
+            timeout=PROBE_SECONDS,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         raise NoMps(f"a process waits for it for more than {PROBE_SECONDS:g} s") from None
     if done.returncode:
@@ -109,8 +113,11 @@ def quit_daemon(
     control: str, environment: Mapping[str, str], started: subprocess.Popen[bytes]
 ) -> None:
     """Tell the daemon to quit, and kill what is left of it and of its servers."""
-    servers = [int(word) for word in tell(control, environment, "get_server_list").split()
-               if word.isdecimal()]  # fmt: skip
+    servers = [
+        int(word)
+        for word in tell(control, environment, "get_server_list").split()
+        if word.isdecimal()
+    ]
     tell(control, environment, "quit")
     wait_until(lambda: started.poll() is not None and not any(map(is_alive, servers)), QUIT_SECONDS)
     ended(started, QUIT_SECONDS)
@@ -131,8 +138,15 @@ def wait_until(is_over: Callable[[], bool], seconds: float) -> bool:
 def tell(control: str, environment: Mapping[str, str], word: str) -> str:
     """Tell the daemon a word; its answer, or nothing."""
     try:
-        done = subprocess.run([control], env=environment, input=f"{word}\n", timeout=QUIT_SECONDS,
-                              capture_output=True, text=True, check=False)  # fmt: skip
+        done = subprocess.run(
+            [control],
+            env=environment,
+            input=f"{word}\n",
+            timeout=QUIT_SECONDS,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
     except subprocess.TimeoutExpired:
         return ""
     return done.stdout

@@ -49,10 +49,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(run=run)
     add("--size", type=sizes.parse, default="64M", help="bytes to all-reduce; default: %(default)s")
-    add("--beside", action="append", choices=KINDS, metavar="WHAT",
-        help=f"{', '.join(KINDS)}; may be repeated; default: {Product.name}")  # fmt: skip
-    add("-n", dest="samples", type=at_least(1), default=20, metavar="N",
-        help="samples of each; default: %(default)s")  # fmt: skip
+    add(
+        "--beside",
+        action="append",
+        choices=KINDS,
+        metavar="WHAT",
+        help=f"{', '.join(KINDS)}; may be repeated; default: {Product.name}",
+    )
+    add(
+        "-n",
+        dest="samples",
+        type=at_least(1),
+        default=20,
+        metavar="N",
+        help="samples of each; default: %(default)s",
+    )
     add("--json", type=Path, metavar="FILE", help="write everything to FILE")
 
 

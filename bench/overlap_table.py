@@ -35,8 +35,11 @@ def cores_in_words(cores: int, ranks: int) -> str:
 
 def table(found: Sequence[Overlap]) -> Table:
     """One line for each way, in ms."""
-    made = table_with("who lets it go on", "beside", numbers=["all-reduce ms", "beside ms",
-        "in turn ms", "at once ms", "hidden"])  # fmt: skip
+    made = table_with(
+        "who lets it go on",
+        "beside",
+        numbers=["all-reduce ms", "beside ms", "in turn ms", "at once ms", "hidden"],
+    )
     for each in found:
         seconds = (each.all_reduce, each.other, each.in_turn, each.at_once)
         made.add_row(*who(each), *(f"{s * 1e3:.2f}" for s in seconds), f"{each.hidden:.0%}")

@@ -204,11 +204,19 @@ class Benchmark:
         first = kept[0].seconds
         noise = abs(second.seconds - first) / min(second.seconds, first)
         return {
-            name: report.measurement(case, name, algorithm_of(self.comm, case, name),
-                                     outcome.samples, outcome.wrong, average=self.options.average,
-                                     noise=noise, rate=self.rate)
-            for name, outcome in zip(made, kept, strict=True) if outcome.samples is not None
-        }  # fmt: skip
+            name: report.measurement(
+                case,
+                name,
+                algorithm_of(self.comm, case, name),
+                outcome.samples,
+                outcome.wrong,
+                average=self.options.average,
+                noise=noise,
+                rate=self.rate,
+            )
+            for name, outcome in zip(made, kept, strict=True)
+            if outcome.samples is not None
+        }
 
 
 def say(console: Console, lines: Sequence[str]) -> None:

@@ -82,8 +82,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_job(parser.add_argument)
     add = parser.add_argument
     add("--pairs", type=pairs, default="0-1", metavar="A-B,C-D|all", help="default: %(default)s")
-    add("-J", "--output_file", dest="json", type=Path, metavar="FILE",
-        help="write everything to FILE, as JSON")  # fmt: skip
+    add(
+        "-J",
+        "--output_file",
+        dest="json",
+        type=Path,
+        metavar="FILE",
+        help="write everything to FILE, as JSON",
+    )
 
 
 def pairs(text: str) -> list[Pair] | str:
@@ -154,8 +160,10 @@ def link(comm: Communicator, pair: Pair, num_bytes: int, effort: Effort) -> Link
     samples = sampled(runs, arrays.x, is_small=num_bytes < SMALL, effort=effort)
     taken = iter([each.ranks[pair[0]] for each in samples])
     times = {name: {kind: next(taken) for kind in kinds} for name, kinds in made.items()}
-    wrong = [messages.num_wrong(kinds["bidirectional"], arrays, pair, comm.rank)
-             for kinds in made.values()]  # fmt: skip
+    wrong = [
+        messages.num_wrong(kinds["bidirectional"], arrays, pair, comm.rank)
+        for kinds in made.values()
+    ]
     total = int(MPI.COMM_WORLD.allreduce(sum(wrong)))
     first, second = (comm.topology.host_of[rank] for rank in pair)
     return Link(pair, first == second, num_bytes, times, total)

@@ -136,9 +136,13 @@ def styles(names: Sequence[str]) -> Iterator[dict[str, Any]]:
         else:
             color, marker, dashes = next(looks)
             yield {
-                "label": name, "color": color, "marker": marker, "linestyle": dashes,
-                "linewidth": 1.4, "markersize": 5,
-            }  # fmt: skip
+                "label": name,
+                "color": color,
+                "marker": marker,
+                "linestyle": dashes,
+                "linewidth": 1.4,
+                "markersize": 5,
+            }
 
 
 def microseconds(found: Measurement) -> tuple[float, float, float]:

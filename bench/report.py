@@ -91,12 +91,18 @@ def measurement(
     times = samples.over_ranks(average)
     algbw = case.num_bytes / times.median / 1e9
     return Measurement(
-        times.median, times.low, times.high, *_among_ranks(samples), samples.number,
-        algbw, algbw * bus_factor(case.collective, case.size),
+        times.median,
+        times.low,
+        times.high,
+        *_among_ranks(samples),
+        samples.number,
+        algbw,
+        algbw * bus_factor(case.collective, case.size),
         _port_bandwidth(case, algorithm, times.median),
         None if name in REFERENCES else wrong,
-        None if rate is None else least_copied(case) / times.median / rate, noise,
-    )  # fmt: skip
+        None if rate is None else least_copied(case) / times.median / rate,
+        noise,
+    )
 
 
 def _among_ranks(samples: Samples) -> tuple[float, float, float]:

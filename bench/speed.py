@@ -49,13 +49,29 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     names = [*RANKS, START]
-    add("--timeout", type=seconds, default=600.0, metavar="S",
-        help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
+    add(
+        "--timeout",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds for each of its jobs; default: %(default)s",
+    )
     add("--json", type=output_file, metavar="FILE", help="write everything to FILE")
-    add("--job", dest="jobs", action="append", choices=names, metavar="NAME",
-        help=f"only this one of {', '.join(names)}; may be repeated")  # fmt: skip
-    add("--effort", type=positive, default=1.0, metavar="X",
-        help="X times the usual seconds for each case; 0.1 takes about two minutes")  # fmt: skip
+    add(
+        "--job",
+        dest="jobs",
+        action="append",
+        choices=names,
+        metavar="NAME",
+        help=f"only this one of {', '.join(names)}; may be repeated",
+    )
+    add(
+        "--effort",
+        type=positive,
+        default=1.0,
+        metavar="X",
+        help="X times the usual seconds for each case; 0.1 takes about two minutes",
+    )
     add("--quick", action="store_true", help="a few sizes and samples, to try the command itself")
 
 

@@ -86,15 +86,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     add = parser.add_argument
     parser.set_defaults(run=run, refuse=parser.error)
-    add("--only", action="append", choices=[kind.name for kind in KINDS], metavar="STRATEGY",
-        help="this one; may be given several times; default: all")  # fmt: skip
+    add(
+        "--only",
+        action="append",
+        choices=[kind.name for kind in KINDS],
+        metavar="STRATEGY",
+        help="this one; may be given several times; default: all",
+    )
     add("--ranks", type=numbers, default=RANKS, metavar="N,N", help="default: 1,2,3,4,5,8")
     add("--layers", type=at_least(1), default=2, help="blocks of the model, default: %(default)s")
     add("--hidden", type=at_least(1), default=32, help="its width, default: %(default)s")
     add("--micro-batches", type=at_least(1), default=1, metavar="K", help="default: %(default)s")
     add("--text", metavar="PATH", help="file or directory to learn; default: Python's own library")
-    add("--timeout", type=seconds, default=300.0, metavar="S",
-        help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
+    add(
+        "--timeout",
+        type=seconds,
+        default=300.0,
+        metavar="S",
+        help="seconds for each of its jobs; default: %(default)s",
+    )
     add("--json", type=output_file, metavar="FILE", help="write all results to FILE")
     add("--price-only", action="store_true", help="only the first table")
 
@@ -259,9 +269,12 @@ def costs(result: dict[str, Any]) -> Costs:
         for rank in result["ranks_kept"]
     ]
     return Costs(
-        float(sent.sum() / whole), float(leaving.sum() / whole), sum(kept) / ranks / (16 * psi),
-        max(kept) / (16 * psi), 1e3 * result["seconds_per_step"],
-    )  # fmt: skip
+        float(sent.sum() / whole),
+        float(leaving.sum() / whole),
+        sum(kept) / ranks / (16 * psi),
+        max(kept) / (16 * psi),
+        1e3 * result["seconds_per_step"],
+    )
 
 
 def sent_in_steps(matrices: dict[str, Any], ranks: int) -> NDArray[np.int64]:

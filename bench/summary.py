@@ -74,13 +74,34 @@ def mean_ratio(ratios: Iterable[float | None]) -> float | None:
 
 def summary_table(found: Sequence[Summary]) -> Table:
     """Times in us, and how many times faster than the other's call ours are, case by case."""
-    table = table_with("collective", numbers=["size (B)", "other us", "best us", "other/best",
-                       "call us", "other/call", "best algorithm", "other"])  # fmt: skip
+    table = table_with(
+        "collective",
+        numbers=[
+            "size (B)",
+            "other us",
+            "best us",
+            "other/best",
+            "call us",
+            "other/call",
+            "best algorithm",
+            "other",
+        ],
+    )
     for each in found:
-        ours = [us(each.best_seconds), times_faster(each.best_ratio),
-                us(each.call), times_faster(each.call_ratio)]  # fmt: skip
-        table.add_row(each.collective, str(each.size), us(each.other_seconds), *ours,
-                      each.best or "-", each.other or "-")  # fmt: skip
+        ours = [
+            us(each.best_seconds),
+            times_faster(each.best_ratio),
+            us(each.call),
+            times_faster(each.call_ratio),
+        ]
+        table.add_row(
+            each.collective,
+            str(each.size),
+            us(each.other_seconds),
+            *ours,
+            each.best or "-",
+            each.other or "-",
+        )
     means = [mean_ratio(e.best_ratio for e in found), mean_ratio(e.call_ratio for e in found)]
     shown = ["", times_faster(means[0]), "", times_faster(means[1]), "", ""]
     table.add_row("geom. mean", "", "", *shown)

@@ -68,8 +68,13 @@ def parser() -> argparse.ArgumentParser:
     parse.add_argument("job", choices=sorted(RANKS.keys() - {OVERLAP}))
     parse.add_argument("--json", type=Path, required=True, metavar="FILE", help="for the times")
     parse.add_argument("--quick", action="store_true", help="a few sizes and samples")
-    parse.add_argument("--effort", type=float, default=1.0, metavar="X",
-        help="X times the usual seconds for each case")  # fmt: skip
+    parse.add_argument(
+        "--effort",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="X times the usual seconds for each case",
+    )
     return parse
 
 

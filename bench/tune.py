@@ -33,13 +33,7 @@ from bench.case import Case, in_place, out_of_place
 from bench.cases import cases
 from bench.contenders import contender
 from bench.options import add_dtype, add_sizes, seconds
-from bench.perf import (
-    check_output,
-    check_schedule,
-    ending_the_job,
-    every_algorithm,
-    mpi_version,
-)
+from bench.perf import check_output, check_schedule, ending_the_job, every_algorithm, mpi_version
 from bench.ranking import HOPELESS, Times, by_rule
 from bench.report import times_faster, us
 from bench.side_by_side import outcomes
@@ -58,14 +52,34 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_sizes(parser)
     add_dtype(parser)
-    add("--device", choices=("cpu", "cuda"), default="cpu",
-        help="where arrays are; cuda takes CuPy; default: %(default)s")  # fmt: skip
-    add("--seconds", type=seconds, default=120.0, metavar="S",
-        help="about how long it may take in all; default: %(default)s")  # fmt: skip
-    add("--collective", dest="collectives", action="append", choices=algorithms.collectives(),
-        metavar="NAME", help="measure this one; may be repeated; default: all")  # fmt: skip
-    add("--output", type=Path, default=Path("decisions.json"), metavar="FILE",
-        help="default: %(default)s")  # fmt: skip
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where arrays are; cuda takes CuPy; default: %(default)s",
+    )
+    add(
+        "--seconds",
+        type=seconds,
+        default=120.0,
+        metavar="S",
+        help="about how long it may take in all; default: %(default)s",
+    )
+    add(
+        "--collective",
+        dest="collectives",
+        action="append",
+        choices=algorithms.collectives(),
+        metavar="NAME",
+        help="measure this one; may be repeated; default: all",
+    )
+    add(
+        "--output",
+        type=Path,
+        default=Path("decisions.json"),
+        metavar="FILE",
+        help="default: %(default)s",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -119,8 +133,10 @@ class Tuner:
         self.comm, self.options = comm, options
         self.on_device = options.device != "cpu"
         if self.on_device and comm.topology.num_hosts > 1:
-            raise ValueError("--device cuda: ranks on several hosts send messages; what was "
-                "measured in host memory chooses their algorithms")  # fmt: skip
+            raise ValueError(
+                "--device cuda: ranks on several hosts send messages; what was "
+                "measured in host memory chooses their algorithms"
+            )
         options.dtypes = [options.dtype]
         backend = perf.backend(comm, options.device)
         self.cases = {name: cases(comm, name, options, backend) for name in self._measured()}
@@ -164,8 +180,10 @@ class Tuner:
             console.print(f"\n{collective} on {self.comm.size} ranks")
             print_table(self.winners(collective, times), console)
             if not self.on_device and (names := left_out(collective, self.comm.size, times)):
-                console.print(f"Not measured where predicted to take over {HOPELESS} times the "
-                    f"least: {', '.join(names)}")  # fmt: skip
+                console.print(
+                    f"Not measured where predicted to take over {HOPELESS} times the "
+                    f"least: {', '.join(names)}"
+                )
             yield collective, times
 
     def times_of(self, case: Case) -> dict[str, float]:

@@ -44,12 +44,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(run=run)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add("-n", dest="samples", type=at_least(1), default=20, metavar="N",
-        help="steps of each kind; default: %(default)s")  # fmt: skip
+    add(
+        "-n",
+        dest="samples",
+        type=at_least(1),
+        default=20,
+        metavar="N",
+        help="steps of each kind; default: %(default)s",
+    )
     add("--hidden", type=at_least(1), default=128, help="width; default: %(default)s")
     add("--context", type=at_least(1), default=64, help="default: %(default)s")
-    add("--delay", type=float, default=0.0, metavar="MS",
-        help="least duration of an exchange; default: %(default)s")  # fmt: skip
+    add(
+        "--delay",
+        type=float,
+        default=0.0,
+        metavar="MS",
+        help="least duration of an exchange; default: %(default)s",
+    )
     add("--json", type=Path, metavar="FILE", help="write everything to FILE")
 
 
@@ -89,9 +100,15 @@ def make(comm: Communicator, options: argparse.Namespace) -> Trainer:
     """Make a training run of a model with experts in all of its blocks."""
     mesh = Mesh(comm, pipe=2, expert=comm.size // 2)
     model = moe_gpt(
-        gate="stable", num_experts=comm.size, every=1, num_layers=4, num_heads=4,
-        hidden=options.hidden, context=options.context, mesh=mesh,
-    )  # fmt: skip
+        gate="stable",
+        num_experts=comm.size,
+        every=1,
+        num_layers=4,
+        num_heads=4,
+        hidden=options.hidden,
+        context=options.context,
+        mesh=mesh,
+    )
     recipe = Recipe("float32", num_micro_batches=MICRO_BATCHES)
     sharding = Sharding.zero(1, axes=("expert",))
     trainer = Trainer(mesh, model, recipe, sharding=sharding, schedule="dualpipe-v")

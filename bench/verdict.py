@@ -55,12 +55,7 @@ def learning(result: dict[str, Any]) -> Verdict:
 
 
 def equality(
-    dtype: str,
-    ours: Sequence[float],
-    reference: Sequence[float],
-    *,
-    steps: int,
-    ranks: int = 4,
+    dtype: str, ours: Sequence[float], reference: Sequence[float], *, steps: int, ranks: int = 4
 ) -> Verdict:
     """The losses must agree at every step, but for the order in which sums are rounded."""
     tolerance = TOLERANCES[dtype]

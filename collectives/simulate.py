@@ -137,9 +137,11 @@ def _row(call: Call, network: Network) -> list[str]:
     busiest = int(np.argmax([each.max(initial=0) for each in shares])) if shares else 0
     most = shares[busiest].max(initial=0) if shares else 0.0
     return [
-        _seconds(call.seconds), names[busiest] if names else "", f"{most:.0%}",
+        _seconds(call.seconds),
+        names[busiest] if names else "",
+        f"{most:.0%}",
         *map(_bytes, call.class_bytes),
-    ]  # fmt: skip
+    ]
 
 
 def in_use(call: Call, network: Network) -> list[NDArray[np.float64]]:
@@ -152,11 +154,16 @@ def in_use(call: Call, network: Network) -> list[NDArray[np.float64]]:
 def _by_kind(call: Call, network: Network) -> list[list[str]]:
     kinds, names, shares = network.links.kinds, network.links.kind_names, in_use(call, network)
     return [
-        [name, str(len(mine)), _bytes(mine.max(initial=0)), _bytes(mine.mean()),
-         f"{shares[kind].max(initial=0):.0%}"]
+        [
+            name,
+            str(len(mine)),
+            _bytes(mine.max(initial=0)),
+            _bytes(mine.mean()),
+            f"{shares[kind].max(initial=0):.0%}",
+        ]
         for kind, name in enumerate(names)
         if len(mine := call.link_bytes[kinds == kind])
-    ]  # fmt: skip
+    ]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -207,17 +214,31 @@ def parser() -> argparse.ArgumentParser:
     parse.epilog = f"topologies:\n\n{TOPOLOGIES}"
     add = parse.add_argument
     add("collective", choices=list(SPECS))
-    add("--bytes", type=num_bytes, default=2**20, metavar="N",
-        help="the n of the formulas, such as 256M; default: 1M")  # fmt: skip
+    add(
+        "--bytes",
+        type=num_bytes,
+        default=2**20,
+        metavar="N",
+        help="the n of the formulas, such as 256M; default: 1M",
+    )
     add("--dtype", default="float32", help="default: %(default)s")
     add("--ranks", type=at_least_one, metavar="N", help="the first N; default: all that fit")
     add("--topology", metavar="TEXT", help="see below; default: one rank on each host")
     add("--algorithm", metavar="NAMES", help="such as ring,swing; default: all that serve")
     add("--machine", type=Path, metavar="FILE", help="written by `python -m bench fit`")
-    add("--straggler", type=straggler, action="append", default=[], metavar="RANK=FACTOR",
-        help="a rank whose processor is slower; may be given several times")  # fmt: skip
-    add("--folded", action="store_true",
-        help="simulate one of the largest groups for all, where all ranks do the same")  # fmt: skip
+    add(
+        "--straggler",
+        type=straggler,
+        action="append",
+        default=[],
+        metavar="RANK=FACTOR",
+        help="a rank whose processor is slower; may be given several times",
+    )
+    add(
+        "--folded",
+        action="store_true",
+        help="simulate one of the largest groups for all, where all ranks do the same",
+    )
     add(
         "--picture", type=output_file, metavar="FILE.svg", help="write how much each link is in use"
     )

@@ -86,9 +86,7 @@ def assert_traffic(
 
 
 def _members(
-    size: int,
-    between: Mapping[tuple[str, str], Traffic],
-    groups: Mapping[str, Sequence[int]],
+    size: int, between: Mapping[tuple[str, str], Traffic], groups: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:
     """The ranks of each group.  Raises ValueError for one that does not exist."""
     for name in (name for pair in between for name in pair):

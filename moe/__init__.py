@@ -17,6 +17,15 @@ from moe.models import gates_of_blocks, layout, moe_gpt
 from moe.routing import Routing, RoutingLog
 
 __all__ = [
-    "GATES", "Gate", "MixtureOfExperts", "Options", "Routing", "RoutingLog", "SumOfLayers",
-    "gates_of_blocks", "layout", "mixtures", "moe_gpt",
-]  # fmt: skip
+    "GATES",
+    "Gate",
+    "MixtureOfExperts",
+    "Options",
+    "Routing",
+    "RoutingLog",
+    "SumOfLayers",
+    "gates_of_blocks",
+    "layout",
+    "mixtures",
+    "moe_gpt",
+]

@@ -49,14 +49,28 @@ def parser() -> argparse.ArgumentParser:
     parse = argparse.ArgumentParser("python -m moe.generate", description=__doc__)
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     positive, add = cli.at_least(1), parse.add_argument
-    add("--mesh", type=cli.mesh_axes, metavar="AXIS=N,...",
-        help="of data, expert and tensor; default: data=N for N ranks")  # fmt: skip
+    add(
+        "--mesh",
+        type=cli.mesh_axes,
+        metavar="AXIS=N,...",
+        help="of data, expert and tensor; default: data=N for N ranks",
+    )
     add("--checkpoint", type=Path, metavar="DIR", help="the last one in DIR; default: no training")
     add("--prompt", action="append", metavar="TEXT", help="may be repeated; default: a newline")
-    add("--tokens", type=positive, default=16, metavar="N",
-        help="bytes to generate after the longest prompt; default: %(default)s")  # fmt: skip
-    add("--temperature", type=float, default=0.0, metavar="T",
-        help="0: the most likely byte; more: drawn; default: %(default)s")  # fmt: skip
+    add(
+        "--tokens",
+        type=positive,
+        default=16,
+        metavar="N",
+        help="bytes to generate after the longest prompt; default: %(default)s",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="0: the most likely byte; more: drawn; default: %(default)s",
+    )
     add("--seed", type=cli.at_least(0), default=0, help="of what is drawn; default: %(default)s")
     add("--dtype", choices=DTYPES, default="float64", help="to compute in; default: %(default)s")
     add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")

@@ -46,14 +46,24 @@ def parser() -> argparse.ArgumentParser:
     add = parse.add_argument_group("mixtures of experts").add_argument
     add_expert_options(add)
     add_routing_options(add)
-    add("--expert-dropout", type=float, metavar="RATE",
-        help="in the middle of each expert; default: none")  # fmt: skip
-    add("--layout", type=layout_words, metavar="NAME[:M]",
+    add(
+        "--expert-dropout",
+        type=float,
+        metavar="RATE",
+        help="in the middle of each expert; default: none",
+    )
+    add(
+        "--layout",
+        type=layout_words,
+        metavar="NAME[:M]",
         help="a mesh for --moe: " + ", ".join(LAYOUTS) + "; M ranks divide each weight",
-    )  # fmt: skip
-    add("--routing", type=Path, metavar="FILE",
+    )
+    add(
+        "--routing",
+        type=Path,
+        metavar="FILE",
         help="predict from this routing, of a run on one rank; default: that of this run",
-    )  # fmt: skip
+    )
     add("--save-routing", type=Path, metavar="FILE", help="write the routing of all steps to FILE")
     return parse
 
@@ -109,10 +119,14 @@ def mesh_of_layout(options: argparse.Namespace, num_ranks: int) -> dict[str, int
 def mixture_gpt(options: argparse.Namespace, log: RoutingLog, mesh: Mesh | None) -> Model:
     """Return the model of the command line; its mixtures add their routing to `log`."""
     return moe_gpt(
-        gate=options.moe, gate_options=gate_options(options), num_experts=options.experts, log=log,
-        ranks_per_host=options.ranks_per_host, **layer_options(options),
+        gate=options.moe,
+        gate_options=gate_options(options),
+        num_experts=options.experts,
+        log=log,
+        ranks_per_host=options.ranks_per_host,
+        **layer_options(options),
         **gpt_options(options, mesh),
-    )  # fmt: skip
+    )
 
 
 def expect_routing(

@@ -76,9 +76,13 @@ def add_gpt_options(add: Callable[..., object]) -> None:
 def gpt_options(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options of `add_gpt_options` as arguments of `parallel.gpt`."""
     return {
-        "num_layers": options.layers, "hidden": options.hidden, "num_heads": options.heads,
-        "context": options.context, "is_tied": options.tied, "is_shared": options.shared,
-    }  # fmt: skip
+        "num_layers": options.layers,
+        "hidden": options.hidden,
+        "num_heads": options.heads,
+        "context": options.context,
+        "is_tied": options.tied,
+        "is_shared": options.shared,
+    }
 
 
 def device_namespace(device: str, comm: Communicator) -> Any:
@@ -193,8 +197,9 @@ def print_pipeline(times: Sequence[RankTimes], bubble: float, console: Console) 
         "The last step, from a rank's first computation to its last; bubble: without computation,"
         f" as a fraction of all time and of the work (simulated, for F = I = W: {bubble:.1%})"
     )
-    table = table_with("rank", numbers=["computing ms", "waiting ms", "transfer ms", "all ms",
-                                        "of all", "of work"])  # fmt: skip
+    table = table_with(
+        "rank", numbers=["computing ms", "waiting ms", "transfer ms", "all ms", "of all", "of work"]
+    )
     for rank, of_rank in enumerate(times):
         numbers = [f"{1e3 * x:.2f}" for x in of_rank]
         table.add_row(str(rank), *numbers, *(f"{x:.1%}" for x in of_rank.fractions))

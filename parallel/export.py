@@ -30,9 +30,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         machine = machine_in(options.machine)
         tasks = step_tasks(
-            layout_of(options), machine, layer_seconds=options.layer_seconds,
+            layout_of(options),
+            machine,
+            layer_seconds=options.layer_seconds,
             batch=(options.batch, options.context),
-        )  # fmt: skip
+        )
         written = write(tasks, options.format, options.output)
     except (ValueError, OSError) as error:
         parse.exit(2, f"{parse.prog}: {error}\n")
@@ -46,9 +48,13 @@ def layout_of(options: argparse.Namespace) -> Layout:
     recipe = Recipe(options.dtype, num_micro_batches=options.micro_batches, clip=1.0)
     given = {"mesh": options.mesh, "schedule": options.schedule}
     return presets.layout_of(
-        options.ranks, lambda mesh: gpt(**cli.gpt_options(options), mesh=mesh), recipe,
-        options.strategy, given, presets.model_mesh(options),
-    )  # fmt: skip
+        options.ranks,
+        lambda mesh: gpt(**cli.gpt_options(options), mesh=mesh),
+        recipe,
+        options.strategy,
+        given,
+        presets.model_mesh(options),
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -59,11 +65,19 @@ def parser() -> argparse.ArgumentParser:
     add("--ranks", type=positive, required=True)
     add("--format", choices=("goal", "smpi", "chakra"), required=True)
     add("-o", "--output", type=output_file, metavar="PATH", help="default: standard output")
-    add("--machine", type=Path, metavar="FILE",
-        help="of bench fit: what copies and combinations cost; default: built in")  # fmt: skip
-    add("--layer-seconds", type=float, default=0.0, metavar="S",
+    add(
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="of bench fit: what copies and combinations cost; default: built in",
+    )
+    add(
+        "--layer-seconds",
+        type=float,
+        default=0.0,
+        metavar="S",
         help="the forward of a layer for a micro-batch; backward takes twice as long; default: 0",
-    )  # fmt: skip
+    )
     add("--strategy", choices=presets.SHARDINGS, help="a mesh and a sharding; default: ddp")
     add("--mesh", type=cli.mesh_axes, metavar="AXIS=N,...", help="such as data=4; or --strategy")
     add("--zero", type=int, choices=range(4), help="stage of ZeRO on the mesh; 0: sum gradients")

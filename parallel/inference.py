@@ -159,9 +159,12 @@ class Inference:
         *names, _ = self.model.layers  # without the loss
         number = tokens.shape[1]
         step = Step(
-            tokens=tokens, context=number, batch=self._batch(),
-            positions=np.arange(self.num_read, self.num_read + number), cache=self.cache,
-        )  # fmt: skip
+            tokens=tokens,
+            context=number,
+            batch=self._batch(),
+            positions=np.arange(self.num_read, self.num_read + number),
+            cache=self.cache,
+        )
         x: Array = tokens
         for name in names:
             self.model.bind(name, self.parameters)
@@ -214,15 +217,16 @@ class Inference:
             rows = len(self.of_rank[rank])
             tokens = ArraySpec.tokens(
                 rows, one_pass.num_tokens, self.itemsize, rank=rank, batch=batch
-            )  # fmt: skip
+            )
             *layers, _ = self.model.inputs(tokens).items()
             for name, entering in layers if self.model.mesh.size > 1 else ():
                 calls = self.model.layers[name].traffic(entering).forward
                 yield from in_groups(calls, self.mesh, rank, one_pass.phase, name)
             if self._tensor:
                 counts = tuple(rows * n for n in self._parts())
-                call = PredictedCall("logits", "all_gather", ALGORITHM, counts, self.itemsize,
-                                     axis="tensor")  # fmt: skip
+                call = PredictedCall(
+                    "logits", "all_gather", ALGORITHM, counts, self.itemsize, axis="tensor"
+                )
                 yield from in_groups([call], self.mesh, rank, one_pass.phase)
 
 

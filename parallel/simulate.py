@@ -63,16 +63,24 @@ def simulated(options: argparse.Namespace, console: Console) -> tuple[StepTime, 
         options.layers, options.hidden, options.heads, options.context, options.vocab_size, batch
     )
     model = gpt(
-        num_layers=job.num_layers, hidden=job.hidden, num_heads=job.num_heads,
-        context=job.context, vocab_size=job.vocab_size, mesh=mesh,
-        recompute=("block*",) if options.recompute else (), attention=options.attention,
+        num_layers=job.num_layers,
+        hidden=job.hidden,
+        num_heads=job.num_heads,
+        context=job.context,
+        vocab_size=job.vocab_size,
+        mesh=mesh,
+        recompute=("block*",) if options.recompute else (),
+        attention=options.attention,
         sequence_parallel="gather" if tensor > 1 else None,
-    )  # fmt: skip
+    )
     layout = Layout(
-        mesh, model, Recipe("float16", num_micro_batches=options.micro_batches),
-        sharding=sharding_of(options.zero, mesh), schedule=options.schedule,
+        mesh,
+        model,
+        Recipe("float16", num_micro_batches=options.micro_batches),
+        sharding=sharding_of(options.zero, mesh),
+        schedule=options.schedule,
         algorithm=options.algorithm,
-    )  # fmt: skip
+    )
     machine = machine_in(options.machine)
     prices = Prices(machine, network_of(options.topology, machine, mesh.size))
     divided = plan.Candidate(pipe, data, tensor, options.zero, options.micro_batch)
@@ -120,8 +128,13 @@ def parser() -> argparse.ArgumentParser:
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     parse.epilog = f"topologies:\n\n{TOPOLOGIES}"
     add, positive = parse.add_argument, cli.at_least(1)
-    add("--mesh", type=cli.mesh_axes, required=True, metavar="AXIS=N,...",
-        help=f"of {', '.join(AXES)}, slowest first")  # fmt: skip
+    add(
+        "--mesh",
+        type=cli.mesh_axes,
+        required=True,
+        metavar="AXIS=N,...",
+        help=f"of {', '.join(AXES)}, slowest first",
+    )
     add("--topology", required=True, metavar="TEXT", help="see below")
     add("--machine", type=Path, metavar="FILE", help="written by `python -m bench fit`")
     add("--layers", type=positive, required=True, help="number of blocks")
@@ -130,16 +143,30 @@ def parser() -> argparse.ArgumentParser:
     add("--context", type=positive, default=2048, help="tokens of a row; default: %(default)s")
     add("--vocab-size", type=positive, default=51200, help="default: %(default)s")
     add("--micro-batch", type=positive, default=1, help="rows of one; default: %(default)s")
-    add("--micro-batches", type=positive, default=16, metavar="K",
-        help="of a rank in a step; default: %(default)s")  # fmt: skip
+    add(
+        "--micro-batches",
+        type=positive,
+        default=16,
+        metavar="K",
+        help="of a rank in a step; default: %(default)s",
+    )
     add("--zero", type=int, choices=range(4), default=1, help="stage; default: %(default)s")
-    add("--attention", choices=ATTENTION, default="ring",
-        help="of the ranks along context; default: %(default)s")  # fmt: skip
+    add(
+        "--attention",
+        choices=ATTENTION,
+        default="ring",
+        help="of the ranks along context; default: %(default)s",
+    )
     add("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
     add("--recompute", action="store_true", help="compute blocks again in backward")
     add("--algorithm", default="ring", help="of what layers do not name; default: %(default)s")
-    add("--flops", type=cli.number, default=150e12, metavar="N",
-        help="operations a second that a GPU reaches; default: 150T")  # fmt: skip
+    add(
+        "--flops",
+        type=cli.number,
+        default=150e12,
+        metavar="N",
+        help="operations a second that a GPU reaches; default: 150T",
+    )
     add("--picture", type=output_file, metavar="FILE.svg", help="write the step in time")
     return parse
 

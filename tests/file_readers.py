@@ -67,11 +67,13 @@ class Kind(NamedTuple):
 def decisions() -> bytes:
     """Tables of every collective on 2 and 4 ranks, and a machine."""
     tables = {
-        collective: (Row(1000, ("binomial",) if collective == "broadcast" else (names[0],)),
-                     Row(float("inf"), tuple(names[:3])))
+        collective: (
+            Row(1000, ("binomial",) if collective == "broadcast" else (names[0],)),
+            Row(float("inf"), tuple(names[:3])),
+        )
         for collective in ("broadcast", "all_reduce", "all_to_all", "all_gather")
         for names in (algorithms.names(collective),)
-    }  # fmt: skip
+    }
     measured = Measured({"mpi": "MPI 5", "when": "today"}, tables)
     fitted = Fitted({"mpi": "MPI 5"}, DEFAULT)
     host, devices = {Ranks(2): measured, Ranks(4): measured}, {Ranks(2): measured}
@@ -123,8 +125,15 @@ def show_flight(path: Path) -> int:
 @cache
 def routing_log() -> bytes:
     """What two layers with experts route in one step."""
-    model = {"gate": "stable", "num_experts": 4, "every": 1, "num_layers": 2, "hidden": 8,
-             "num_heads": 2, "context": 8}  # fmt: skip
+    model = {
+        "gate": "stable",
+        "num_experts": 4,
+        "every": 1,
+        "num_layers": 2,
+        "hidden": 8,
+        "num_heads": 2,
+        "context": 8,
+    }
     return moe_plan.on_text(model, 4, text.load(__file__)).log.to_bytes()
 
 

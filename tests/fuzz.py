@@ -69,26 +69,59 @@ FORMS = [
 ]
 NOT_NUMBERS = ["'M8[s]'", "'S3'", "'i4,f8'", "'O'", "'U2'"]
 NO_ARRAYS = [
-    "None", "[1.0, 2.0]", "1.5", "'x'", "b'xy'", "np.float64(1)", "np.ma.ones(6)", "{}", "object()",
-    "memoryview(bytes(8))", "np.ones((2, 3)).view(np.matrix)", "np.ndarray", "range(6)",
+    "None",
+    "[1.0, 2.0]",
+    "1.5",
+    "'x'",
+    "b'xy'",
+    "np.float64(1)",
+    "np.ma.ones(6)",
+    "{}",
+    "object()",
+    "memoryview(bytes(8))",
+    "np.ones((2, 3)).view(np.matrix)",
+    "np.ndarray",
+    "range(6)",
     "np.zeros(6, 'V0')",
-]  # fmt: skip
+]
 RANKS = ["0", "1", "p - 1", "np.int64(1)"]
 NO_RANKS = ["p", "-1", "1.0", "True", "'0'", "None", "2**70", "np.array([0])", "[]", "np.bool_(1)"]
 OPS = ["'sum'", "'max'", "'prod'", "'and'", "'avg'", "Operator.from_function(np.add)"]
 NO_OPS = ["'SUM'", "None", "5", "np.add", "[]", "{}", "''", "b'sum'", "Operator", "r"]
 ALGORITHMS = ["None", "'linear'", "'ring'", "'binomial'", "'bruck(radix=3)'", "'pairwise'"]
 NO_ALGORITHMS = [
-    "'none'", "5", "b'ring'", "[]", "''", "'bruck(radix=-1)'", "'ring('", "True",
+    "'none'",
+    "5",
+    "b'ring'",
+    "[]",
+    "''",
+    "'bruck(radix=-1)'",
+    "'ring('",
+    "True",
     "'bruck(radix=99999999999)'",
-]  # fmt: skip
+]
 COUNTS = ["None", "[2] * p", "(6,) * p", "np.full(p, 2)", "[6] + [0] * (p - 1)"]
 TABLES = ["[[6 // p] * p] * p", "np.full((p, p), 2)", "tuple((1,) * p for _ in range(p))"]
 NO_COUNTS = [
-    "6", "[2.0] * p", "[-2] + [2] * p", "'222'", "{}", "[[1], [2]]", "np.array(2)", "[None] * p",
-    "(2 for _ in range(p))", "[2**70] * p", "[True] * p", "[[1] * p] * (p + 1)", "{2}", "[[[1]]]",
-    "[[1] * p, 3, [1] * p]", "[6, 'a', 3]", "np.zeros((p, p, p), int)", "np.ones(p)",
-]  # fmt: skip
+    "6",
+    "[2.0] * p",
+    "[-2] + [2] * p",
+    "'222'",
+    "{}",
+    "[[1], [2]]",
+    "np.array(2)",
+    "[None] * p",
+    "(2 for _ in range(p))",
+    "[2**70] * p",
+    "[True] * p",
+    "[[1] * p] * (p + 1)",
+    "{2}",
+    "[[[1]]]",
+    "[[1] * p, 3, [1] * p]",
+    "[6, 'a', 3]",
+    "np.zeros((p, p, p), int)",
+    "np.ones(p)",
+]
 LIMITS = ["None", "30", "30.0", "float('inf')", "np.float64(30)"]
 NO_LIMITS = ["'1'", "-1", "float('nan')", "True", "[]", "1j", "-1e-9", "np.array([1, 2])"]
 TAGS = ["0", "7", "np.int32(3)"]

@@ -84,15 +84,21 @@ NOT_RUN = {
     "python -m bench speed": "hours",
     "python -m bench balance": "hours",
     "python -m bench strategies": "hours",
-}  # fmt: skip
+}
 # Commands that stand in the text of pages without the arguments that they need.
 NAMES = {
-    "python -m bench", "python -m bench --import MODULE", "python -m bench docs --speed FILE FILE",
-    "python -m collectives.launch", "python -m collectives.launch --check",
+    "python -m bench",
+    "python -m bench --import MODULE",
+    "python -m bench docs --speed FILE FILE",
+    "python -m collectives.launch",
+    "python -m collectives.launch --check",
     "python -m collectives.flight",
-    "python -m collectives.export", "python -m parallel.export", "python -m parallel.pipeline",
-    "python -m parallel.pipeline show", "python -m moe.plan",
-}  # fmt: skip
+    "python -m collectives.export",
+    "python -m parallel.export",
+    "python -m parallel.pipeline",
+    "python -m parallel.pipeline show",
+    "python -m moe.plan",
+}
 
 
 class Command(NamedTuple):
@@ -211,10 +217,14 @@ def outcome_of(command: Command, folder: Path) -> Outcome:
     began = time.perf_counter()
     with (folder / "output").open("w+b") as output:
         process = subprocess.Popen(
-            ["bash", "-o", "pipefail", "-c", command.text], cwd=folder, env=environment(),
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            ["bash", "-o", "pipefail", "-c", command.text],
+            cwd=folder,
+            env=environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             status: int | None = process.wait(SECONDS)
         except subprocess.TimeoutExpired:
@@ -238,8 +248,9 @@ def environment() -> dict[str, str]:
     """The environment of a reader who has activated this one and is in this checkout."""
     here = Path(sys.executable).parent
     return os.environ | {
-        "PATH": os.pathsep.join([str(here), os.environ["PATH"]]), "PYTHONPATH": str(ROOT),
-    }  # fmt: skip
+        "PATH": os.pathsep.join([str(here), os.environ["PATH"]]),
+        "PYTHONPATH": str(ROOT),
+    }
 
 
 def main(names: list[str]) -> int:

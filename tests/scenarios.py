@@ -272,9 +272,14 @@ def jobs_of(collective: str, algorithm: str, size: int) -> list[Job]:
 
 
 OTHER_VALUES = {
-    "segments": 5, "radix": 3, "outstanding": 3, "chains": 3, "per_host": 3, "y": 2,
+    "segments": 5,
+    "radix": 3,
+    "outstanding": 3,
+    "chains": 3,
+    "per_host": 3,
+    "y": 2,
     "aggregation": 1,
-}  # fmt: skip
+}
 
 
 def variants(collective: str, algorithm: str, size: int) -> list[str]:

@@ -447,8 +447,14 @@ def own_counts_are_enough(
     own = SentReceived(table[rank].tolist(), table[:, rank].tolist())
     rows = np.arange(2.0 * sum(own.sent)).reshape(-1, 2) + 100 * rank
     x, out = to_device(rows), to_device(np.empty((sum(own.received), 2)))
-    for algorithm in ("linear", "linear_sync", "linear_sync(outstanding=2)", "pairwise", None,
-                      "one_factor"):  # fmt: skip
+    for algorithm in (
+        "linear",
+        "linear_sync",
+        "linear_sync(outstanding=2)",
+        "pairwise",
+        None,
+        "one_factor",
+    ):
         with comm.record() as ledger:
             wanted = to_host(comm.all_to_all(x, counts=table, algorithm=algorithm or "linear"))
         messages = sent_by(ledger)
@@ -487,8 +493,9 @@ def counts_travel_ahead_of_blocks_that_are_sent_on(
         choice = choose("all_to_all", algorithm, p, 0, topology=comm.topology)
         num_pieces = choice.algorithm.case(p, None, **choice.options).num_pieces
         one_each = np.full((p, p), num_pieces).tolist()
-        ones = collectives.predict("all_to_all", p, one_each, itemsize=8, algorithm=algorithm,
-                                   topology=comm.topology)  # fmt: skip
+        ones = collectives.predict(
+            "all_to_all", p, one_each, itemsize=8, algorithm=algorithm, topology=comm.topology
+        )
         for call, counts in product(
             (
                 lambda **how: comm.all_to_all(x, **how),

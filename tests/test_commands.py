@@ -32,10 +32,12 @@ WRITING = [
     ("examples.images.__main__", "--threads 2 --save {}"),
     ("bench.__main__", "all_reduce -g 2 -J {}"),
     ("bench.__main__", "pingpong -g 2 -J {}"),
-    *[("bench.__main__", f"{name} --json {{}}") for name in (
-        "demo", "speed", "strategies", "moe", "balance", "torch")],
+    *[
+        ("bench.__main__", f"{name} --json {{}}")
+        for name in ("demo", "speed", "strategies", "moe", "balance", "torch")
+    ],
     ("bench.__main__", "balance --svg {}"),
-]  # fmt: skip
+]
 
 ROOT = Path(__file__).parent.parent
 
@@ -100,9 +102,19 @@ def with_main(*packages: str) -> set[str]:
 
 def test_every_module_with_a_command_is_listed() -> None:
     # Programs that a command starts; a user only where that command cannot (docs/clusters.md).
-    started = {"collectives.launch.bootstrap", "collectives.doctor.exchange", "bench.starting",
-               "bench.sweep", "bench.gpu", "bench.device_mpi", "bench.mps", "bench.moe_ranks",
-               "bench.torch.ranks", "bench.torch.start", "bench.torch.traffic_ranks"}  # fmt: skip
+    started = {
+        "collectives.launch.bootstrap",
+        "collectives.doctor.exchange",
+        "bench.starting",
+        "bench.sweep",
+        "bench.gpu",
+        "bench.device_mpi",
+        "bench.mps",
+        "bench.moe_ranks",
+        "bench.torch.ranks",
+        "bench.torch.start",
+        "bench.torch.traffic_ranks",
+    }
     commands = with_main("collectives", "parallel", "moe", "bench") - started
     assert commands == {"collectives", *COMMANDS}
 

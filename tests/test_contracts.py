@@ -29,7 +29,7 @@ BREACHES = {
     ("bench/speed.py", "from parallel.mesh.placement import span"): "bench",
     ("parallel/text.py", "import mpi4py"): "mpi4py",
     ("moe/__init__.py", "import tests"): "tests",
-}  # fmt: skip
+}
 
 
 def lint(root: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -76,8 +76,11 @@ def gives_something(thing: Any) -> bool:
     if isinstance(function, property) or inspect.isclass(function):
         return False
     return inspect.signature(function).return_annotation not in (
-        None, "None", "NoReturn", inspect.Signature.empty,
-    )  # fmt: skip
+        None,
+        "None",
+        "NoReturn",
+        inspect.Signature.empty,
+    )
 
 
 def everything() -> Iterator[tuple[str, Any]]:

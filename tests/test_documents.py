@@ -148,14 +148,23 @@ def test_what_training_shows_is_what_the_command_prints(
 
 # The run of "Together" in docs/training.md, on threads.
 TOGETHER = [
-    "--threads", "8", "--mesh", "pipe=2,data=2,tensor=2", "--micro-batches", "8",
-    "--sequence-parallel", "--ranks-per-host", "4", "--steps", "1", "--hidden", "64",
-]  # fmt: skip
+    "--threads",
+    "8",
+    "--mesh",
+    "pipe=2,data=2,tensor=2",
+    "--micro-batches",
+    "8",
+    "--sequence-parallel",
+    "--ranks-per-host",
+    "4",
+    "--steps",
+    "1",
+    "--hidden",
+    "64",
+]
 
 
-def test_the_traffic_by_axis_is_what_the_command_prints(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_traffic_by_axis_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     pages = blocks(ROOT / "docs" / "training.md", "text")
     (shown,) = (page for page in pages if page.startswith("By axis"))
     assert train.main([*TOGETHER, "--zero", "1"]) == 0

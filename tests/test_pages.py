@@ -29,9 +29,13 @@ from tests.pages import NAMES, NOT_RUN, PAGES, ROOT, Command, Outcome
 
 # Programs whose commands on pages take seconds.
 QUICK = {
-    "collectives.export", "moe.plan", "parallel.export", "parallel.memory", "parallel.pipeline",
+    "collectives.export",
+    "moe.plan",
+    "parallel.export",
+    "parallel.memory",
+    "parallel.pipeline",
     "parallel.show",
-}  # fmt: skip
+}
 # Options of mpirun and srun that pages name.
 FOREIGN = {"--allow-run-as-root", "--bind-to", "-iface", "--mca", "--mpi", "--oversubscribe"}
 # What pages mean that name options of it without the command.
@@ -215,12 +219,14 @@ def test_options_that_do_not_exist_are_noticed(tmp_path: Path) -> None:
         "`--layers 2`, `--sequence-parallel --shared` and `--nothing`.\n"
     )
     assert [*wrong_in_commands(page)] == [
-        "line 2: collectives.launch has no --fast", "line 2: parallel.train has no --zero 4",
+        "line 2: collectives.launch has no --fast",
+        "line 2: parallel.train has no --zero 4",
         "line 5: bench has no --native",
-    ]  # fmt: skip
+    ]
     assert [*wrong_in_text(page)] == [
-        "no command of the page has --dtype float32|int8", "no command of the page has --nothing"
-    ]  # fmt: skip
+        "no command of the page has --dtype float32|int8",
+        "no command of the page has --nothing",
+    ]
 
 
 @pytest.mark.parametrize("name", COMMANDS | EXAMPLES)

@@ -35,8 +35,12 @@ def ancestors(kind: type, package: str) -> int:
 
 def deep_classes(package: str, modules: list[str]) -> list[str]:
     """The classes of these modules with more ancestors than `MOST_ANCESTORS`."""
-    kinds = {x for name in modules for x in vars(importlib.import_module(name)).values()
-             if isinstance(x, type)}  # fmt: skip
+    kinds = {
+        x
+        for name in modules
+        for x in vars(importlib.import_module(name)).values()
+        if isinstance(x, type)
+    }
     return sorted(kind.__name__ for kind in kinds if ancestors(kind, package) > MOST_ANCESTORS)
 
 

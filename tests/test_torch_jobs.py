@@ -84,9 +84,13 @@ dist.init_process_group("ring", store=store, rank=0, world_size=2)
 
 def test_a_process_that_mpi_does_not_know_gets_a_sentence() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", ONE_OF_TWO], env={**os.environ, **own({})}, capture_output=True,
-        text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", ONE_OF_TWO],
+        env={**os.environ, **own({})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert (
         "RuntimeError: MPI has started this process alone, but the process group has 2 ranks"
         in (done.stderr)
@@ -97,9 +101,13 @@ def test_a_process_that_mpi_does_not_know_gets_a_sentence() -> None:
 def test_elsewhere_importing_torch_does_not_import_the_library() -> None:
     program = "import sys, torch; print('collectives.torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **own({})}, capture_output=True,
-        text=True, timeout=60, check=True,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        env={**os.environ, **own({})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     assert done.stdout.strip() == "False"
 
 
@@ -115,9 +123,13 @@ dist.destroy_process_group()
 @with_backends
 def test_pytorch_finds_the_backend_by_its_entry_point() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", FOUND], env={**os.environ, **own({})}, capture_output=True,
-        text=True, timeout=60, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", FOUND],
+        env={**os.environ, **own({})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.stdout == "ring True\n", done.stderr
 
 
@@ -269,8 +281,9 @@ def test_traffic_says_that_it_does_not_see_another_backend(tmp_path: Path) -> No
         port = str(server.getsockname()[1])
     without_mpi = traffic_of("gloo", tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     assert without_mpi == [
-        ["No table of what was sent: rank 0 has not used MPI by mpi4py."], [sentence]
-    ]  # fmt: skip
+        ["No table of what was sent: rank 0 has not used MPI by mpi4py."],
+        [sentence],
+    ]
 
 
 # The end
@@ -491,9 +504,14 @@ def test_the_budget_of_the_page_is_kept_and_can_fail(tmp_path: Path) -> None:
 
 def test_the_traffic_of_the_page_is_what_the_command_prints() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "bench", "torch_traffic"], cwd=ROOT, env={**os.environ, **own({})},
-        capture_output=True, text=True, timeout=110, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "bench", "torch_traffic"],
+        cwd=ROOT,
+        env={**os.environ, **own({})},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (shown,) = (text for text in blocks(PAGE, "text") if "predicted" in text)
     printed = done.stdout

@@ -30,8 +30,12 @@ def run(*words: str | Path, cwd: Path, **more_env: str) -> subprocess.CompletedP
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     return subprocess.run(
         [str(word) for word in words],
-        cwd=cwd, env={**env, **more_env}, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        cwd=cwd,
+        env={**env, **more_env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
 
 
 @pytest.fixture(scope="module")

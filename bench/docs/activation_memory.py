@@ -87,12 +87,28 @@ def activation_rows(
 
     return [
         row("tensor parallel", "sbh (10 + 24/t + 5as/ht)", tensor + 5 * scores, whole | attention),
-        row("tensor and sequence parallel", "sbh/t (34 + 5as/h)", sequence + 5 * scores,
-            part | attention, sequence_parallel="gather"),
-        row("the same, gathered inputs kept", "sbh/t (34 + 5as/h)", sequence + 5 * scores,
-            part | attention | gathered, sequence_parallel="keep"),
+        row(
+            "tensor and sequence parallel",
+            "sbh/t (34 + 5as/h)",
+            sequence + 5 * scores,
+            part | attention,
+            sequence_parallel="gather",
+        ),
+        row(
+            "the same, gathered inputs kept",
+            "sbh/t (34 + 5as/h)",
+            sequence + 5 * scores,
+            part | attention | gathered,
+            sequence_parallel="keep",
+        ),
         row("tensor parallel, heads again", "sbh (10 + 24/t)", tensor, whole, recompute=HEADS),
-        row("tensor and sequence, heads again", "34 sbh/t", sequence, part,
-            sequence_parallel="gather", recompute=HEADS),
+        row(
+            "tensor and sequence, heads again",
+            "34 sbh/t",
+            sequence,
+            part,
+            sequence_parallel="gather",
+            recompute=HEADS,
+        ),
         row("all again", "2 sbh", 2 * vectors, {}, recompute=["block*"]),
-    ]  # fmt: skip
+    ]

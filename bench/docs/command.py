@@ -28,18 +28,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     parser.set_defaults(run=run)
     parser.add_argument("--check", action="store_true", help="write nothing; 1 if files are stale")
-    parser.add_argument("--root", type=Path, default=ROOT, metavar="DIR",
-        help="where README.md and docs/ are; default: this checkout")  # fmt: skip
-    parser.add_argument("--speed", nargs="+", type=measured.result, default=[], metavar="FILE",
-        help="what bench speed --json wrote, for each MPI")  # fmt: skip
-    parser.add_argument("--strategies", type=measured.strategies_section, metavar="FILE",
-        help="what bench strategies --json wrote")  # fmt: skip
-    parser.add_argument("--moe", nargs="+", type=experts.moe_result, default=[], metavar="FILE",
-        help="what bench moe --json wrote, for each MPI")  # fmt: skip
-    parser.add_argument("--balance", type=experts.balance_section, metavar="FILE",
-        help="what bench balance --json wrote")  # fmt: skip
-    parser.add_argument("--gpu", type=measured.gpu_section, metavar="FILE",
-        help="gpu.json, which make gpu wrote")  # fmt: skip
+    parser.add_argument(
+        "--root",
+        type=Path,
+        default=ROOT,
+        metavar="DIR",
+        help="where README.md and docs/ are; default: this checkout",
+    )
+    parser.add_argument(
+        "--speed",
+        nargs="+",
+        type=measured.result,
+        default=[],
+        metavar="FILE",
+        help="what bench speed --json wrote, for each MPI",
+    )
+    parser.add_argument(
+        "--strategies",
+        type=measured.strategies_section,
+        metavar="FILE",
+        help="what bench strategies --json wrote",
+    )
+    parser.add_argument(
+        "--moe",
+        nargs="+",
+        type=experts.moe_result,
+        default=[],
+        metavar="FILE",
+        help="what bench moe --json wrote, for each MPI",
+    )
+    parser.add_argument(
+        "--balance",
+        type=experts.balance_section,
+        metavar="FILE",
+        help="what bench balance --json wrote",
+    )
+    parser.add_argument(
+        "--gpu", type=measured.gpu_section, metavar="FILE", help="gpu.json, which make gpu wrote"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

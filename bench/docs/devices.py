@@ -43,8 +43,10 @@ def cells(rows: Sequence[Row]) -> list[str]:
     measured = {row["name"]: row[FORMS[0]] or row[FORMS[1]] for row in rows}
     ours = {name: form for name, form in measured.items() if name not in (CALL, *RIVALS)}
     best = min(ours, key=lambda name: ours[name]["seconds"])
-    seconds = [measured[name]["seconds"] if name in measured else None
-               for name in (CALL, NCCL, THROUGH_HOST, NATIVE)]  # fmt: skip
+    seconds = [
+        measured[name]["seconds"] if name in measured else None
+        for name in (CALL, NCCL, THROUGH_HOST, NATIVE)
+    ]
     return [
         f"{short(ours[best]['seconds'])} ({best})",
         *("-" if each is None else short(each) for each in seconds),

@@ -72,8 +72,9 @@ def gpu_section(path: str) -> str:
     result = read_json(path)
     facts = result.pop("provenance", {})
     devices = {name: found for name, found in result.items() if name.startswith("devices ")}
-    measured = {name: found for name, found in result.items()
-                if "summary" in found and name not in devices}  # fmt: skip
+    measured = {
+        name: found for name, found in result.items() if "summary" in found and name not in devices
+    }
     trained = {name: found for name, found in result.items() if "traffic" in found}
     if "gpu" not in facts or not measured:
         raise argparse.ArgumentTypeError(f"{path} was not written by make gpu with an MPI")

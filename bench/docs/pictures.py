@@ -26,12 +26,14 @@ def picture(schedules: Sequence[Schedule], title: str) -> str:
         'font-family="system-ui, sans-serif" font-size="13">',
         f"<title>{escape(title)}</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        "<defs>", *map(_head, (_PLAIN, _COMBINED)), "</defs>",
+        "<defs>",
+        *map(_head, (_PLAIN, _COMBINED)),
+        "</defs>",
         *(_rank(rank, width) for rank in range(num_ranks)),
         *(_round(number) for number in range(num_rounds)),
         *(_arrow(*message) for message in _messages(schedules)),
         "</svg>",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -54,19 +54,44 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=run)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add("--output", type=Path, default=Path("decisions.json"), metavar="FILE",
-        help="default: %(default)s")  # fmt: skip
-    add("--samples", type=at_least(3), default=400, metavar="N",
-        help="of each time; default: %(default)s")  # fmt: skip
-    add("--at-once", action="store_true", help="all ranks exchange in pairs at once, as they do in "
-        "collectives; always so if ranks outnumber the cores of a host")  # fmt: skip
+    add(
+        "--output",
+        type=Path,
+        default=Path("decisions.json"),
+        metavar="FILE",
+        help="default: %(default)s",
+    )
+    add(
+        "--samples",
+        type=at_least(3),
+        default=400,
+        metavar="N",
+        help="of each time; default: %(default)s",
+    )
+    add(
+        "--at-once",
+        action="store_true",
+        help="all ranks exchange in pairs at once, as they do in "
+        "collectives; always so if ranks outnumber the cores of a host",
+    )
     add("--check", action="store_true", help="compare predictions with collectives")
-    add("--collective", dest="collectives", action="append", choices=algorithms.collectives(),
-        metavar="NAME", help="check this one; may be repeated; default: all")  # fmt: skip
+    add(
+        "--collective",
+        dest="collectives",
+        action="append",
+        choices=algorithms.collectives(),
+        metavar="NAME",
+        help="check this one; may be repeated; default: all",
+    )
     add("--keep", action="store_true", help="do not fit: check the machine that FILE has")
-    add("--seconds", type=seconds, default=120.0, metavar="S",
+    add(
+        "--seconds",
+        type=seconds,
+        default=120.0,
+        metavar="S",
         help="about how long each of fit and check may take, unless a few calls of everything "
-        "take longer; default: %(default)s")  # fmt: skip
+        "take longer; default: %(default)s",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -140,10 +165,7 @@ def measure_links(
 
 
 def checked(
-    comm: Communicator,
-    machine: Machine,
-    options: argparse.Namespace,
-    console: Console,
+    comm: Communicator, machine: Machine, options: argparse.Namespace, console: Console
 ) -> int:
     """The held-out check: 0 if all goals are met, else 1; the same on all ranks."""
     held = list(check.held_out(comm, machine, options))

@@ -27,9 +27,12 @@ _STEPS, _PROGRESS, _MOST_DAMPING = 20, 1e-4, 1e6  # when the search ends
 _PRIOR, _DIFFERENCE = 1e-2, 1e-3  # the weight of the start, and the shifts for slopes
 # The costs of a `Link` that are fitted.
 _COSTS = (
-    "overhead_seconds", "latency_seconds", "gap_seconds", "seconds_per_byte",
+    "overhead_seconds",
+    "latency_seconds",
+    "gap_seconds",
+    "seconds_per_byte",
     "overhead_seconds_per_byte",
-)  # fmt: skip
+)
 
 
 def fitted_links(
@@ -81,10 +84,17 @@ def refuse_few(samples: Sequence[Sample], eager_limit: int | None) -> None:
     """Raise ValueError if ping-pongs of too few sizes are left, below or above `eager_limit`."""
     limit = math.inf if eager_limit is None else eager_limit
     sizes = [each.num_bytes for each in samples if each.pattern == "ping-pong"]
-    few = [name for name, number in (
-        (f"up to {limit:g}", sum(size <= limit for size in sizes)),
-        (f"above {limit:g}", FEWEST if limit == math.inf else sum(size > limit for size in sizes)),
-    ) if number < FEWEST]  # fmt: skip
+    few = [
+        name
+        for name, number in (
+            (f"up to {limit:g}", sum(size <= limit for size in sizes)),
+            (
+                f"above {limit:g}",
+                FEWEST if limit == math.inf else sum(size > limit for size in sizes),
+            ),
+        )
+        if number < FEWEST
+    ]
     if few:
         raise ValueError(
             f"too few messages {few[0]} bytes on {samples[0].link_class} could be measured while no"

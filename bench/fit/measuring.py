@@ -100,11 +100,7 @@ def groups_of(host_of: Sequence[int], *, at_once: bool) -> list[Group]:
 
 
 def sampled(
-    runs: Sequence[Run],
-    comm: MPI.Comm,
-    samples: int,
-    end: float,
-    link_class: str = SAME_HOST,
+    runs: Sequence[Run], comm: MPI.Comm, samples: int, end: float, link_class: str = SAME_HOST
 ) -> list[Time]:
     """The time of a call of each of `runs`, the same on all ranks.
 

@@ -93,8 +93,11 @@ def _message(peer: int, count: int, place: int = 0) -> Message:
 
 
 PATTERNS: Mapping[str, Steps] = {
-    "ping-pong": ping_pong, "exchange": exchange, "stream": stream, "burst": burst,
-}  # fmt: skip
+    "ping-pong": ping_pong,
+    "exchange": exchange,
+    "stream": stream,
+    "burst": burst,
+}
 
 
 @lru_cache(maxsize=4096)

@@ -31,25 +31,29 @@ def show_machine(
 
     `base`: with the seconds of a call of a pattern, in addition to its operations.
     """
-    table = table_with("link", "sends", numbers=[
-        "up to bytes", "o us", "O ns/B", "L us", "g us", "G ns/B", "GB/s", *PATTERNS,
-    ])  # fmt: skip
+    table = table_with(
+        "link",
+        "sends",
+        numbers=["up to bytes", "o us", "O ns/B", "L us", "g us", "G ns/B", "GB/s", *PATTERNS],
+    )
     for name, links in machine.links.items():
         lowest = -1.0
         for link in links:
             inside = [
-                each for each in samples
+                each
+                for each in samples
                 if each.link_class == name and lowest < each.num_bytes <= link.up_to_bytes
-            ]  # fmt: skip
+            ]
             lowest = link.up_to_bytes
             table.add_row(
-                name.replace("_", " "), "rendezvous" if link.is_rendezvous else "eager",
+                name.replace("_", " "),
+                "rendezvous" if link.is_rendezvous else "eager",
                 "-" if link.up_to_bytes == math.inf else f"{link.up_to_bytes:.0f}",
                 *(_us(link.overhead_seconds), _ns(link.overhead_seconds_per_byte)),
                 *(_us(link.latency_seconds), _us(link.gap_seconds), _ns(link.seconds_per_byte)),
                 f"{1e-9 / link.seconds_per_byte:.3g}" if link.seconds_per_byte else "-",
                 *(_errors(inside, pattern, link, base) for pattern in PATTERNS),
-            )  # fmt: skip
+            )
     console.print("\nLinks (LogGOPS), and the median error of the fit for each pattern")
     print_table(table, console)
     console.print(f"A call takes {_us(machine.call_seconds)} us in addition.")
@@ -70,9 +74,7 @@ def show_work(
     console: Console,
 ) -> None:
     """The speed of copies and combinations by size, and what was fitted to it."""
-    fitted = {
-        "copy": machine.copy_seconds_per_byte, "combine": machine.combine_seconds_per_byte,
-    }  # fmt: skip
+    fitted = {"copy": machine.copy_seconds_per_byte, "combine": machine.combine_seconds_per_byte}
     table = table_with("GB/s", numbers=[*map(sizes.text, work_sizes), "fitted"])
     for kind, times in work.items():
         rates = [size / each / 1e9 for size, each in zip(work_sizes, times, strict=True)]

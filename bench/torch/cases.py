@@ -61,10 +61,12 @@ PARTS = {
     DDP: Part("A training step with DistributedDataParallel, ms", "hidden", ms),
     FSDP: Part("A training step with fully_shard, ms", "hidden", ms),
     START: Part(
-        "From the start of Python to the end of the first all_reduce, ms", "ranks", ms,
+        "From the start of Python to the end of the first all_reduce, ms",
+        "ranks",
+        ms,
         has_mean=False,
     ),
-}  # fmt: skip
+}
 
 
 def found_in(result: Mapping[str, Any]) -> dict[str, list[Both]]:

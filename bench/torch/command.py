@@ -54,27 +54,64 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     parser.set_defaults(run=run)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    add("-g", "--ngpus", dest="ranks", type=at_least(1), default=RANKS, metavar="N",
-        help="ranks of its jobs, which are started here; default: %(default)s")  # fmt: skip
+    add(
+        "-g",
+        "--ngpus",
+        dest="ranks",
+        type=at_least(1),
+        default=RANKS,
+        metavar="N",
+        help="ranks of its jobs, which are started here; default: %(default)s",
+    )
     add_measured(add)
-    add("--jobs", type=at_least(1), default=start.JOBS, metavar="N",
-        help="of each backend, whose start is measured; default: %(default)s")  # fmt: skip
-    add("--timeout", type=seconds, default=600.0, metavar="S",
-        help="seconds for each of its jobs; default: %(default)s")  # fmt: skip
+    add(
+        "--jobs",
+        type=at_least(1),
+        default=start.JOBS,
+        metavar="N",
+        help="of each backend, whose start is measured; default: %(default)s",
+    )
+    add(
+        "--timeout",
+        type=seconds,
+        default=600.0,
+        metavar="S",
+        help="seconds for each of its jobs; default: %(default)s",
+    )
     add("-J", "--json", type=output_file, metavar="FILE", help="write everything to FILE")
     add("--quick", action="store_true", help="few sizes and samples, to try the command itself")
 
 
 def add_measured(add: Add) -> None:
     """What is measured, and how often; the ranks of its first job have these options too."""
-    add("--part", dest="parts", action="append", choices=PARTS, metavar="PART",
-        help=f"only this one of {', '.join(PARTS)}; may be repeated")  # fmt: skip
-    add("--device", choices=("cpu", "cuda"), default="cpu",
-        help="where tensors are; cuda takes CuPy; default: %(default)s")  # fmt: skip
-    add("--sizes", type=listed(sizes.parse), default=SIZES, metavar="B,B",
-        help="bytes of calls; default: %(default)s")  # fmt: skip
-    add("--hidden", type=listed(width), default=HIDDEN, metavar="N,N",
-        help="widths of models; default: %(default)s")  # fmt: skip
+    add(
+        "--part",
+        dest="parts",
+        action="append",
+        choices=PARTS,
+        metavar="PART",
+        help=f"only this one of {', '.join(PARTS)}; may be repeated",
+    )
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where tensors are; cuda takes CuPy; default: %(default)s",
+    )
+    add(
+        "--sizes",
+        type=listed(sizes.parse),
+        default=SIZES,
+        metavar="B,B",
+        help="bytes of calls; default: %(default)s",
+    )
+    add(
+        "--hidden",
+        type=listed(width),
+        default=HIDDEN,
+        metavar="N,N",
+        help="widths of models; default: %(default)s",
+    )
     add_effort(add)
 
 

@@ -41,9 +41,5 @@ def run(_: argparse.Namespace) -> int:
     counts = find_mpirun().vendor == "openmpi"
     program = ["-m", "bench.torch.traffic_ranks"]
     return launch(
-        RANKS,
-        program,
-        mpi_args=MPIRUN_ARGS if counts else (),
-        timeout=SECONDS,
-        env=environment(),
+        RANKS, program, mpi_args=MPIRUN_ARGS if counts else (), timeout=SECONDS, env=environment()
     ).returncode

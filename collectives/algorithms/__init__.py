@@ -70,13 +70,7 @@ def info(collective: str, name: str) -> Algorithm:
 
 
 def schedule(
-    collective: str,
-    name: str,
-    *,
-    rank: int,
-    size: int,
-    root: int | None = None,
-    **options: Option,
+    collective: str, name: str, *, rank: int, size: int, root: int | None = None, **options: Option
 ) -> Schedule:
     """Return the rounds of one rank, as a list of tuples of `collectives.schedule.Operation`.
 

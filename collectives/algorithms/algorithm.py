@@ -132,11 +132,9 @@ class Algorithm:
         if self.ranks in DIVISORS:
             parts: list[int] = [chosen[option] for option in DIVISORS[self.ranks]]
             return size % math.prod(parts) == 0
-        return {
-            "any": True,
-            "even": size % 2 == 0,
-            "power of two": size == 1 << floor_log2(size),
-        }[self.ranks]
+        return {"any": True, "even": size % 2 == 0, "power of two": size == 1 << floor_log2(size)}[
+            self.ranks
+        ]
 
     def hosts(self, size: int, **options: Option) -> Topology:
         """The hosts of `size` ranks; only one if the algorithm does not know hosts.
@@ -170,9 +168,13 @@ class Algorithm:
         case = self.case(size, root, **options)
         schedules = [self._rounds(rank, size, root, options) for rank in range(size)]
         verify_schedules(
-            self.collective, case, schedules, is_ordered=self.is_ordered,
-            is_bitwise=self.is_bitwise, is_invariant=self.is_invariant,
-        )  # fmt: skip
+            self.collective,
+            case,
+            schedules,
+            is_ordered=self.is_ordered,
+            is_bitwise=self.is_bitwise,
+            is_invariant=self.is_invariant,
+        )
 
     def prove(self, size: int, root: int | None = None, **options: Option) -> None:
         """Prove it for `size` ranks and `root` as `verify` does, but only once.

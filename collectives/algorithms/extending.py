@@ -76,10 +76,18 @@ def register(
     def decorate(function: Function) -> Function:
         label = getattr(function, "__name__", "") if name is None else name
         entry = _made(
-            collective, label, function, dict(options or {}), pieces, formulas,
-            ranks=ranks, is_ordered=is_ordered, is_bitwise=is_bitwise, is_invariant=is_invariant,
+            collective,
+            label,
+            function,
+            dict(options or {}),
+            pieces,
+            formulas,
+            ranks=ranks,
+            is_ordered=is_ordered,
+            is_bitwise=is_bitwise,
+            is_invariant=is_invariant,
             source=source,
-        )  # fmt: skip
+        )
         _check_names(entry)
         entry = replace(entry, function=_telling_its_rank(function))
         prove(entry)
@@ -107,9 +115,16 @@ def _made(
         for cost in COSTS
     }
     return Algorithm(
-        collective, name, function, **costs, scratch_bytes=None, pieces=cut, options=options,
-        is_built_in=False, **promises,
-    )  # fmt: skip
+        collective,
+        name,
+        function,
+        **costs,
+        scratch_bytes=None,
+        pieces=cut,
+        options=options,
+        is_built_in=False,
+        **promises,
+    )
 
 
 def _telling_its_rank(function: Callable[..., Iterator[Round]]) -> Callable[..., Iterator[Round]]:

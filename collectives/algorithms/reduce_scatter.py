@@ -181,10 +181,7 @@ def swing(rank: int, size: int) -> Iterator[Round]:
         partner = negabinary.partner(rank, size, step)
         mine = _swing_reach(rank, size, step + 1, num_rounds)
         theirs = _swing_reach(partner, size, step + 1, num_rounds)
-        yield (
-            Send(partner, sorted(theirs - mine)),
-            RecvReduce(partner, sorted(mine - theirs)),
-        )
+        yield (Send(partner, sorted(theirs - mine)), RecvReduce(partner, sorted(mine - theirs)))
 
 
 def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:

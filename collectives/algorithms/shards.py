@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from collectives.schedule import (
-    Block,
-    Copy,
-    CopyReduce,
-    Operation,
-    Recv,
-    Round,
-    Send,
-    fixed_tree,
-)
+from collectives.schedule import Block, Copy, CopyReduce, Operation, Recv, Round, Send, fixed_tree
 
 
 def along_fixed_tree(

@@ -503,11 +503,7 @@ class Collectives:
     @overload
     def barrier(self, **how: Unpack[Asynchronous]) -> Work[None]: ...
     def barrier(
-        self,
-        *,
-        algorithm: str | None = None,
-        async_op: bool = False,
-        timeout: float | None = None,
+        self, *, algorithm: str | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Any:
         """Return when every rank has called it.
 

@@ -151,12 +151,7 @@ class Communicator(Collectives, PointToPoint):
     # Groups
 
     def split(
-        self,
-        color: int | None,
-        key: int = 0,
-        *,
-        name: str = "",
-        timeout: float | None = None,
+        self, color: int | None, key: int = 0, *, name: str = "", timeout: float | None = None
     ) -> Communicator | None:
         """Make one communicator for each color.  All ranks call it.
 

@@ -88,11 +88,7 @@ class Handshake:
     """
 
     def __init__(
-        self,
-        driver: Driver,
-        meeting: Meeting,
-        members: frozenset[Member],
-        counters: dict[int, int],
+        self, driver: Driver, meeting: Meeting, members: frozenset[Member], counters: dict[int, int]
     ) -> None:
         self._driver, self._meeting, self._members = driver, meeting, members
         self._counters, self._host = counters, meeting.kernel_words

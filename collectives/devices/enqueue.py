@@ -39,13 +39,35 @@ ITEMSIZE, INTERRUPT, ERROR, FLAG = (
 ENTRY, NUMBER, KEY, COUNTER_AT = executor.ENTRY, executor.NUMBER, executor.KEY, executor.COUNTER
 _FIRST = executor.NUM_STATE_WORDS
 # Where it enqueues, and how:
-(STREAM, OF_CALLER, OWN_STREAM, STARTED, START, ENDED, BATCH, VALUES, PARAMETERS, ORDER, FIRST_CALL,
- MOST_OUTSTANDING, STAGE) = range(_FIRST, _FIRST + 13)  # fmt: skip
+(
+    STREAM,
+    OF_CALLER,
+    OWN_STREAM,
+    STARTED,
+    START,
+    ENDED,
+    BATCH,
+    VALUES,
+    PARAMETERS,
+    ORDER,
+    FIRST_CALL,
+    MOST_OUTSTANDING,
+    STAGE,
+) = range(_FIRST, _FIRST + 13)
 # the word by which this rank says that it has come, and the addresses of those of its peers:
 MINE, PEERS, NUM_PEERS, TURN, LAST_TURN = range(_FIRST + 13, _FIRST + 18)
 # and the functions of the driver.
-(BATCH_OPERATION, COPY_BYTES, LAUNCH, LAUNCH_TOGETHER, RECORD_EVENT, WAIT_EVENT, QUERY_EVENT,
- IS_CAPTURING, NUM_STATE_WORDS) = range(_FIRST + 18, _FIRST + 27)  # fmt: skip
+(
+    BATCH_OPERATION,
+    COPY_BYTES,
+    LAUNCH,
+    LAUNCH_TOGETHER,
+    RECORD_EVENT,
+    WAIT_EVENT,
+    QUERY_EVENT,
+    IS_CAPTURING,
+    NUM_STATE_WORDS,
+) = range(_FIRST + 18, _FIRST + 27)
 
 # Words of an order of runs, which follow each other: the event that each records at its end; how
 # many operations have been enqueued since that event was known to be complete; whether a run is

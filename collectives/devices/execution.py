@@ -38,15 +38,7 @@ from collectives.devices.standstill import Standstill
 from collectives.devices.streams import STREAMS
 from collectives.devices.watch import Watch
 from collectives.diagnostics import COMPLETE, ENQUEUED, CallLog, Waiting
-from collectives.engines import (
-    FAILS,
-    RUN_FAILED,
-    WORKS,
-    CallKey,
-    Operands,
-    Staged,
-    Transport,
-)
+from collectives.engines import FAILS, RUN_FAILED, WORKS, CallKey, Operands, Staged, Transport
 from collectives.errors import CollectiveError, CollectiveMismatch
 
 _ANSWER_BITS = 2  # of a verdict, for the answer of `Links.answer_on_kernels`

@@ -69,11 +69,7 @@ class Addresses(NamedTuple):
 
 
 def words_of(
-    steps: Sequence[Step],
-    rank: int,
-    num_ranks: int,
-    rises: Mapping[Counter, int],
-    divisor: int,
+    steps: Sequence[Step], rank: int, num_ranks: int, rises: Mapping[Counter, int], divisor: int
 ) -> Words | None:
     """The words of a rank's program without addresses; None if they are too many.
 

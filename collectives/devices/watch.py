@@ -219,10 +219,7 @@ class Watch:
         self.held.release_by(deadline_in(_SECONDS_OF_MARKS))
 
     def wait_until(
-        self,
-        is_over: Callable[[], bool],
-        limit: float | None = None,
-        deadline: float | None = None,
+        self, is_over: Callable[[], bool], limit: float | None = None, deadline: float | None = None
     ) -> bool:
         """Wait for the device; return False if the deadline comes first.
 

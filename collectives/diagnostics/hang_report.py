@@ -238,10 +238,7 @@ def _under_way(calls: Mapping[int, Mapping[str, Call]]) -> list[str]:
 
 
 def _about(
-    name: str,
-    group: Group,
-    calls: Mapping[int, Mapping[str, Call]],
-    dumps: Mapping[int, Dump],
+    name: str, group: Group, calls: Mapping[int, Mapping[str, Call]], dumps: Mapping[int, Dump]
 ) -> Iterator[str]:
     """The lines for one call that is in progress."""
     members, ordinal = group

@@ -22,12 +22,40 @@ from collectives.engines import host_memory
 from collectives.programs import Kind, Row
 
 # Words of a port, one for each communicator.
-(IRECV, ISEND, TESTALL, GET_COUNT, CLOCK, YIELD, COMM, BYTE, REQUEST_BYTES, STATUS_BYTES,
- SPINS, NUM_PORT_WORDS) = range(12)  # fmt: skip
+(
+    IRECV,
+    ISEND,
+    TESTALL,
+    GET_COUNT,
+    CLOCK,
+    YIELD,
+    COMM,
+    BYTE,
+    REQUEST_BYTES,
+    STATUS_BYTES,
+    SPINS,
+    NUM_PORT_WORDS,
+) = range(12)
 
 # Words of a state, one for each execution.  First the program and its arrays:
-(PORT, ROWS, NUM_ROWS, ROW, REQUESTS, STATUSES, EXPECTED, TAG, INPUT_AT, OUTPUT_AT, SCRATCH_AT,
- COMBINE, DIVIDE, DIVISOR, ITEMSIZE, INTERRUPT) = range(16)  # fmt: skip
+(
+    PORT,
+    ROWS,
+    NUM_ROWS,
+    ROW,
+    REQUESTS,
+    STATUSES,
+    EXPECTED,
+    TAG,
+    INPUT_AT,
+    OUTPUT_AT,
+    SCRATCH_AT,
+    COMBINE,
+    DIVIDE,
+    DIVISOR,
+    ITEMSIZE,
+    INTERRUPT,
+) = range(16)
 # the error, and room for the results of MPI and the clock:
 ERROR, WHERE, GOT, FLAG, TIME = range(16, 21)  # TIME has two words
 # the counter and the log of the runs:
@@ -53,8 +81,20 @@ _I64, _I32 = ir.IntType(64), ir.IntType(32)
 
 # Compiled code is cached until this file changes, so constants of other files are repeated here.
 _RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE = range(6)
-(KIND, ROUND, PEER, BUFFER, OFFSET, SIZE, SLOT, LEFT, LEFT_OFFSET, RIGHT, RIGHT_OFFSET,
- _ROW_BYTES) = range(0, 96, 8)  # fmt: skip
+(
+    KIND,
+    ROUND,
+    PEER,
+    BUFFER,
+    OFFSET,
+    SIZE,
+    SLOT,
+    LEFT,
+    LEFT_OFFSET,
+    RIGHT,
+    RIGHT_OFFSET,
+    _ROW_BYTES,
+) = range(0, 96, 8)
 _NUM_ENTRIES, _ENTRY_BYTES, _UNDER_WAY, _COMPLETE = 256, 32, 1, 2
 _NUM_HOST_CALLS = 64
 assert [*Kind] == [_RECEIVE, _SEND, _WAIT, _COPY, _COMBINE, _DIVIDE]

@@ -25,11 +25,7 @@ class Memory:
     def __init__(self, operands: Operands, itemsize: int) -> None:
         self.operands, self.backend = operands, operands.backend
         self._itemsize, self._divisor = itemsize, operands.divisor
-        self._arrays = {
-            INPUT: operands.input,
-            OUTPUT: operands.output,
-            SCRATCH: operands.scratch,
-        }
+        self._arrays = {INPUT: operands.input, OUTPUT: operands.output, SCRATCH: operands.scratch}
         if operands.function is not None:
             self._function = self.backend.binary(operands.function, operands.output.dtype)
 

@@ -373,9 +373,7 @@ def _call_by_deadline(
 
 
 def _is_done_by(
-    deadline: float | None,
-    is_done: Callable[[float], bool],
-    has_failed: Callable[[], bool] | None,
+    deadline: float | None, is_done: Callable[[float], bool], has_failed: Callable[[], bool] | None
 ) -> bool:
     """Wait until `is_done(until)`, which itself waits until then; False after the deadline.
 

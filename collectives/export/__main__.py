@@ -46,9 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
 def call_of(options: argparse.Namespace) -> Call:
     """Return the call of the command line."""
     return Call(
-        options.collective, options.ranks, options.bytes, options.algorithm, options.root,
+        options.collective,
+        options.ranks,
+        options.bytes,
+        options.algorithm,
+        options.root,
         np.dtype(options.dtype).itemsize,
-    )  # fmt: skip
+    )
 
 
 def export(call: Call, options: argparse.Namespace) -> list[Path]:
@@ -73,8 +77,12 @@ def parser() -> argparse.ArgumentParser:
     add("--bytes", type=num_bytes, required=True, metavar="N", help="such as 1M")
     add("--format", choices=FORMATS, required=True)
     add("-o", "--output", type=output_file, metavar="PATH", help="default: standard output")
-    add("--machine", type=Path, metavar="FILE",
-        help="of bench fit: what copies and combinations cost; default: built in")  # fmt: skip
+    add(
+        "--machine",
+        type=Path,
+        metavar="FILE",
+        help="of bench fit: what copies and combinations cost; default: built in",
+    )
     add("--platform", type=output_file, metavar="FILE", help="write a platform for SimGrid")
     add("--root", type=int, default=0, help="of a rooted collective; default: %(default)s")
     add("--dtype", default="float32", help="elements are not divided; default: %(default)s")

@@ -43,9 +43,13 @@ class Call(NamedTuple):
         self._check()
         counts = even_parts(self.collective, self.size, self.num_bytes // self.itemsize)
         found = programs(
-            self.collective, self.size, counts, itemsize=self.itemsize, algorithm=self.algorithm,
+            self.collective,
+            self.size,
+            counts,
+            itemsize=self.itemsize,
+            algorithm=self.algorithm,
             root=self.root,
-        )  # fmt: skip
+        )
         return tasks_of(found, machine)
 
     def msccl(self) -> str:

@@ -191,16 +191,32 @@ def xml(
         raise ValueError(f"MSCCL has no {collective}; it has {', '.join(COLLECTIVES)}")
     found = gpus(ranks)
     check_limits(found)
-    root = Element("algo", {
-        "name": name, "proto": "Simple", "nchannels": str(_num_channels(found)),
-        "nchunksperloop": str(max(map(max, sizes))), "ngpus": str(len(ranks)),
-        "coll": COLLECTIVES[collective], "inplace": "0",
-    })  # fmt: skip
+    root = Element(
+        "algo",
+        {
+            "name": name,
+            "proto": "Simple",
+            "nchannels": str(_num_channels(found)),
+            "nchunksperloop": str(max(map(max, sizes))),
+            "ngpus": str(len(ranks)),
+            "coll": COLLECTIVES[collective],
+            "inplace": "0",
+        },
+    )
     for gpu, (num_input, num_output) in zip(found, sizes, strict=True):
-        _write(SubElement(root, "gpu", {
-            "id": str(gpu.rank), "i_chunks": str(num_input), "o_chunks": str(num_output),
-            "s_chunks": str(_num_scratch(gpu)),
-        }), gpu)  # fmt: skip
+        _write(
+            SubElement(
+                root,
+                "gpu",
+                {
+                    "id": str(gpu.rank),
+                    "i_chunks": str(num_input),
+                    "o_chunks": str(num_output),
+                    "s_chunks": str(_num_scratch(gpu)),
+                },
+            ),
+            gpu,
+        )
     indent(root)
     return tostring(root, encoding="unicode").replace(" />", "/>") + "\n"
 
@@ -240,11 +256,19 @@ def _write(element: Element, gpu: Gpu) -> None:
         )
         for index, step in enumerate(gpu.blocks[key]):
             other, ended = (-1, -1) if step.wait is None else (ids[step.wait[0]], step.wait[1])
-            SubElement(block, "step", {
-                "s": str(index), "type": step.type,
-                "srcbuf": BUFFERS[step.source.buffer], "srcoff": str(step.source.start),
-                "dstbuf": BUFFERS[step.into.buffer], "dstoff": str(step.into.start),
-                "cnt": str(step.into.stop - step.into.start),
-                "depid": str(other), "deps": str(ended),
-                "hasdep": str(int((key, index) in waited_for)),
-            })  # fmt: skip
+            SubElement(
+                block,
+                "step",
+                {
+                    "s": str(index),
+                    "type": step.type,
+                    "srcbuf": BUFFERS[step.source.buffer],
+                    "srcoff": str(step.source.start),
+                    "dstbuf": BUFFERS[step.into.buffer],
+                    "dstoff": str(step.into.start),
+                    "cnt": str(step.into.stop - step.into.start),
+                    "depid": str(other),
+                    "deps": str(ended),
+                    "hasdep": str(int((key, index) in waited_for)),
+                },
+            )

@@ -25,12 +25,7 @@ from typing import IO
 
 from collectives.diagnostics import hang_report
 from collectives.launch import bootstrap, gpus, process_monitor
-from collectives.launch.mpirun import (
-    defaults,
-    fault_tolerance_args,
-    find_mpirun,
-    open_mpi_files,
-)
+from collectives.launch.mpirun import defaults, fault_tolerance_args, find_mpirun, open_mpi_files
 from collectives.launch.rank_program import DROP_IN, TRAFFIC
 
 TIMED_OUT = 124

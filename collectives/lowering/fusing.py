@@ -55,6 +55,5 @@ def _chain(first: DeviceOperation, second: DeviceOperation) -> DeviceOperation:
     other = _other(first, second)
     is_left = second.operands[0] == other
     return first._replace(
-        operands=(*first.operands, other),
-        lefts=first.lefts | is_left << len(first.operands),
+        operands=(*first.operands, other), lefts=first.lefts | is_left << len(first.operands)
     )

@@ -316,11 +316,7 @@ class Calls:
         return counts if whole is None else whole.sizes, chosen
 
     def _exchanged(
-        self,
-        read: Callable[..., Message],
-        sendbuf: Any,
-        recvbuf: Any,
-        algorithm: str | None,
+        self, read: Callable[..., Message], sendbuf: Any, recvbuf: Any, algorithm: str | None
     ) -> Prepared:
         """An all-to-all of unequal blocks."""
         size, rank = self.communicator.size, self.communicator.rank

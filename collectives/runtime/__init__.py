@@ -4,13 +4,7 @@ Each rank has one `Session` for each communicator, which its calls share.
 """
 
 from collectives.runtime.cached_on_device import cached_on_device, can_cache_on_device
-from collectives.runtime.caching import (
-    FastPlans,
-    cached,
-    can_cache,
-    make_message_plan,
-    make_plan,
-)
+from collectives.runtime.caching import FastPlans, cached, can_cache, make_message_plan, make_plan
 from collectives.runtime.call_cache import MISFIT
 from collectives.runtime.checked import Checker, Mode
 from collectives.runtime.compiled_support import runs_by

@@ -18,14 +18,7 @@ from typing import Literal, NoReturn, Protocol
 import numpy as np
 
 from collectives import algorithms
-from collectives.arrays import (
-    HOST,
-    Array,
-    Arrays,
-    Backend,
-    Bytes,
-    has_infinities,
-)
+from collectives.arrays import HOST, Array, Arrays, Backend, Bytes, has_infinities
 from collectives.devices import Check
 from collectives.diagnostics import Ancestry, Recorder
 from collectives.engines import HEADER, MESSAGES, Execution, Operands

@@ -61,12 +61,7 @@ class RunPool:
     """
 
     def __init__(
-        self,
-        transport: Transport,
-        devices: Devices,
-        name: str,
-        ancestry: Ancestry,
-        axis: str = "",
+        self, transport: Transport, devices: Devices, name: str, ancestry: Ancestry, axis: str = ""
     ) -> None:
         self._transport, self._ancestry, self._axis = transport, ancestry, axis
         self._devices = devices

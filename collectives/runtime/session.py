@@ -90,9 +90,17 @@ class Session:
         ]
         check = None if self.checker is None else self.checker.mode
         child = Session(
-            transport, self.timeout, name, self, ancestry, self.thread, check, axis,
-            self.topology.among(members), self.devices.mode,
-        )  # fmt: skip
+            transport,
+            self.timeout,
+            name,
+            self,
+            ancestry,
+            self.thread,
+            check,
+            axis,
+            self.topology.among(members),
+            self.devices.mode,
+        )
         child.devices.inherit(self.devices, members)
         child.phase_of_call, child.site_of_call = self.phase_of_call, self.site_of_call
         child.decisions = self.decisions

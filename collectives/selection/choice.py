@@ -28,9 +28,15 @@ class Choice(NamedTuple):
     def spec(self, counts: Counts, itemsize: int = 1, root: int = 0) -> CallSpec:
         """The description of a call with so many elements of `itemsize` bytes."""
         return CallSpec(
-            self.algorithm.collective, self.algorithm, tuple(self.options.items()), self.segments,
-            self.label, np.dtype(f"V{itemsize}"), counts, root,
-        )  # fmt: skip
+            self.algorithm.collective,
+            self.algorithm,
+            tuple(self.options.items()),
+            self.segments,
+            self.label,
+            np.dtype(f"V{itemsize}"),
+            counts,
+            root,
+        )
 
     def direct_beside(self, staged: Choice) -> Direct | None:
         """What this choice for devices makes of a call; None if it is what is staged."""

@@ -26,17 +26,29 @@ BUILT_IN = Machine(
         SAME_HOST: (
             Link(4056, 1e-7, 0, 1e-7, 1e-7, 2e-10),
             Link(65536, 1e-7, 0, 2.4e-6, 1e-7, 9e-11, is_rendezvous=True),
-            Link(overhead_seconds=1e-7, latency_seconds=2.5e-6, gap_seconds=1e-7,
-                 seconds_per_byte=8e-11, is_rendezvous=True),
+            Link(
+                overhead_seconds=1e-7,
+                latency_seconds=2.5e-6,
+                gap_seconds=1e-7,
+                seconds_per_byte=8e-11,
+                is_rendezvous=True,
+            ),
         ),
         OTHER_HOST: (
             Link(65536, 1e-6, 0, 8e-6, 1e-6, 2e-10),
-            Link(overhead_seconds=1e-6, latency_seconds=2e-5, gap_seconds=1e-6,
-                 seconds_per_byte=1e-10, is_rendezvous=True),
+            Link(
+                overhead_seconds=1e-6,
+                latency_seconds=2e-5,
+                gap_seconds=1e-6,
+                seconds_per_byte=1e-10,
+                is_rendezvous=True,
+            ),
         ),
     },
-    call_seconds=4e-7, copy_seconds_per_byte=2.2e-11, combine_seconds_per_byte=2.4e-11,
-)  # fmt: skip
+    call_seconds=4e-7,
+    copy_seconds_per_byte=2.2e-11,
+    combine_seconds_per_byte=2.4e-11,
+)
 
 
 def price(
@@ -70,11 +82,7 @@ def price_call(
 
 
 def price_by_formulas(
-    choice: Choice,
-    size: int,
-    num_bytes: int,
-    machine: Machine,
-    hosts: Sequence[int] | None = None,
+    choice: Choice, size: int, num_bytes: int, machine: Machine, hosts: Sequence[int] | None = None
 ) -> float:
     """Start-ups, bytes and bytes combined of the busiest rank, each at what it costs.
 

@@ -141,12 +141,7 @@ class Decisions:
         return {row.largest for rows in tables for row in rows}
 
     def ranked(
-        self,
-        collective: str,
-        ranks: Ranks,
-        num_bytes: float,
-        *,
-        instead_of: Ranks | None = None,
+        self, collective: str, ranks: Ranks, num_bytes: float, *, instead_of: Ranks | None = None
     ) -> Iterator[tuple[str, str]]:
         """Algorithms measured on `ranks`, best first, with a text that names the table.
 

@@ -95,6 +95,12 @@ def explain(
         Rejected(label, words) for label, words in restrictions.items() if words is not None
     ]
     return Explanation(
-        collective, size, num_bytes, choice.label, reason, tuple(candidates), tuple(rejected),
+        collective,
+        size,
+        num_bytes,
+        choice.label,
+        reason,
+        tuple(candidates),
+        tuple(rejected),
         if_staged="" if choice.label == staged.label else f"{staged.label}, {staged.reason}",
-    )  # fmt: skip
+    )

@@ -57,9 +57,16 @@ def predict(
     TypeError or ValueError if the algorithm does not exist or cannot serve.
     """
     found = programs(
-        collective, size, counts, itemsize=itemsize, algorithm=algorithm, root=root,
-        in_place=in_place, topology=topology, on_device=on_device,
-    )  # fmt: skip
+        collective,
+        size,
+        counts,
+        itemsize=itemsize,
+        algorithm=algorithm,
+        root=root,
+        in_place=in_place,
+        topology=topology,
+        on_device=on_device,
+    )
     sent = np.zeros((2, size, size), np.int64)
     for rank, program in enumerate(found):
         for _, peer, num_bytes, segments in program.sent:
@@ -88,8 +95,10 @@ def programs(
     num_bytes = num_bytes_of(elements, itemsize)
     chosen = choose(
         *(collective, algorithm, size, num_bytes),
-        topology=topology, itemsize=itemsize, on_device=on_device,
-    )  # fmt: skip
+        topology=topology,
+        itemsize=itemsize,
+        on_device=on_device,
+    )
     spec = chosen.spec(elements, itemsize, root)
 
     def compiled(rank: int) -> Program:

@@ -183,10 +183,7 @@ DEVICE_RULES: dict[str, Sequence[Rule]] = {
     "all_to_all": (Rule(_NO_LIMIT, "linear"),),
     # A chain sends the least bytes, but in p - 1 steps one after another.
     "scan": (Rule(_NO_LIMIT, "doubling"),),
-    "exscan": (
-        Rule(_NO_LIMIT, "linear", max_ranks=2),
-        Rule(_NO_LIMIT, "one_two_three"),
-    ),
+    "exscan": (Rule(_NO_LIMIT, "linear", max_ranks=2), Rule(_NO_LIMIT, "one_two_three")),
     "barrier": RULES["barrier"],  # it has no arrays
 }
 

@@ -8,13 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.lowering import (
-    SYNCHRONIZING,
-    DeviceKind,
-    DeviceOperation,
-    DeviceProgram,
-    in_order,
-)
+from collectives.lowering import SYNCHRONIZING, DeviceKind, DeviceOperation, DeviceProgram, in_order
 
 
 class DeviceLink(NamedTuple):

@@ -73,19 +73,18 @@ class Machine(NamedTuple):
 def _link(rate: float, latency: float) -> tuple[Link, ...]:
     """A link on which messages of more than 64 KiB wait for their receives."""
     eager = Link(
-        up_to_bytes=65536, overhead_seconds=1e-6, latency_seconds=latency, gap_seconds=1e-6,
+        up_to_bytes=65536,
+        overhead_seconds=1e-6,
+        latency_seconds=latency,
+        gap_seconds=1e-6,
         seconds_per_byte=1 / rate,
-    )  # fmt: skip
+    )
     return eager, eager._replace(up_to_bytes=math.inf, is_rendezvous=True)
 
 
 # Not measured: NICs of 400 Gbit/s, PCIe within a host, NVLink within an island.
 DEFAULT = Machine(
-    {
-        SAME_HOST: _link(50e9, 2e-6),
-        OTHER_HOST: _link(50e9, 5e-6),
-        ISLAND: _link(400e9, 2e-6),
-    },
+    {SAME_HOST: _link(50e9, 2e-6), OTHER_HOST: _link(50e9, 5e-6), ISLAND: _link(400e9, 2e-6)},
     call_seconds=5e-6,
     copy_seconds_per_byte=1 / 1e12,
     combine_seconds_per_byte=1 / 7e11,

@@ -88,9 +88,13 @@ def at_once(each: Sequence[Rows]) -> Rows:
     firsts = np.repeat(np.cumsum(num_slots) - num_slots, [len(rows.kinds) for rows in each])
     order = np.argsort(rows.kinds, kind="stable")  # messages, then waits, then work
     return Rows(
-        rows.kinds[order], rows.peers[order], rows.sizes[order],
-        (rows.slots + firsts).astype(np.int32)[order], rows.seconds[order], rows.num_slots,
-    )  # fmt: skip
+        rows.kinds[order],
+        rows.peers[order],
+        rows.sizes[order],
+        (rows.slots + firsts).astype(np.int32)[order],
+        rows.seconds[order],
+        rows.num_slots,
+    )
 
 
 def work_rates(machine: Machine) -> NDArray[np.float64]:
@@ -147,14 +151,24 @@ def world_of(
     )
     costs, links = _costs(sent, machine, network)
     messages = zeros(
-        len(sends), MESSAGE, further=np.maximum(sent.sizes - 1, 0), source=sent.sources,
-        destination=sent.destinations % len(each), send_slot=slots[sends], cost=links,
-    )  # fmt: skip
+        len(sends),
+        MESSAGE,
+        further=np.maximum(sent.sizes - 1, 0),
+        source=sent.sources,
+        destination=sent.destinations % len(each),
+        send_slot=slots[sends],
+        cost=links,
+    )
     messages.receive_slot[matched] = slots[receives]
     ranks = zeros(
-        len(each), RANK, row=starts, stop=stops, work_known=-1, slowness=slowness,
+        len(each),
+        RANK,
+        row=starts,
+        stop=stops,
+        work_known=-1,
+        slowness=slowness,
         clock=slowness * machine.call_seconds,
-    )  # fmt: skip
+    )
     world = initial_world(table, messages, costs, ranks, len(network.classes), num_slots[-1])
     return world, sent
 

@@ -21,34 +21,66 @@ ROW = np.dtype([("seconds", "f8"), ("slot", "i4"), ("number", "i4"), ("kind", "i
 # `slowness`, by which its own work takes longer; work that is to be done, and when that became
 # known (-1: there is none); the slots that it waits for, and how many of them are open.
 RANK = np.dtype(
-    [("row", "i8"), ("stop", "i8"), ("clock", "f8"), ("slowness", "f8"), ("work", "f8"),
-     ("work_known", "i8"), ("wait_first", "i4"), ("wait_stop", "i4"), ("num_open", "i4")],
+    [
+        ("row", "i8"),
+        ("stop", "i8"),
+        ("clock", "f8"),
+        ("slowness", "f8"),
+        ("work", "f8"),
+        ("work_known", "i8"),
+        ("wait_first", "i4"),
+        ("wait_stop", "i4"),
+        ("num_open", "i4"),
+    ],
     align=True,
-)  # fmt: skip
+)
 
 # A port of a rank: when it is free in both directions, and two queues of messages, which are linked
 # by `following`.
 PORT = np.dtype(
-    [("send_free", "f8"), ("receive_free", "f8"), ("first_to_send", "i4"), ("last_to_send", "i4"),
-     ("first_arrived", "i4"), ("last_arrived", "i4")],
+    [
+        ("send_free", "f8"),
+        ("receive_free", "f8"),
+        ("first_to_send", "i4"),
+        ("last_to_send", "i4"),
+        ("first_arrived", "i4"),
+        ("last_arrived", "i4"),
+    ],
     align=True,
-)  # fmt: skip
+)
 
 # A message.  `further`: its bytes without the first; `cost`: the row of costs; `route`: that of
 # routes; `known`: the larger, the later; `phase`: see `event_loop.py`.
 MESSAGE = np.dtype(
-    [("further", "i8"), ("known", "i8"), ("source", "i4"), ("destination", "i4"),
-     ("send_slot", "i4"), ("receive_slot", "i4"), ("route", "i4"), ("following", "i4"),
-     ("cost", "i1"), ("phase", "i1"), ("is_posted", "?")],
+    [
+        ("further", "i8"),
+        ("known", "i8"),
+        ("source", "i4"),
+        ("destination", "i4"),
+        ("send_slot", "i4"),
+        ("receive_slot", "i4"),
+        ("route", "i4"),
+        ("following", "i4"),
+        ("cost", "i1"),
+        ("phase", "i1"),
+        ("is_posted", "?"),
+    ],
     align=True,
-)  # fmt: skip
+)
 
 # What a message costs: the letters of a `Link`, and the port of its class.
 COST = np.dtype(
-    [("overhead", "f8"), ("overhead_per_byte", "f8"), ("latency", "f8"), ("gap", "f8"),
-     ("gap_per_byte", "f8"), ("is_rendezvous", "?"), ("port", "i4")],
+    [
+        ("overhead", "f8"),
+        ("overhead_per_byte", "f8"),
+        ("latency", "f8"),
+        ("gap", "f8"),
+        ("gap_per_byte", "f8"),
+        ("is_rendezvous", "?"),
+        ("port", "i4"),
+    ],
     align=True,
-)  # fmt: skip
+)
 
 # The time of an event, since when it is known, and its place in the heap (-1: none).
 EVENT = np.dtype([("time", "f8"), ("known", "i8"), ("place", "i4")], align=True)
@@ -56,19 +88,35 @@ EVENT = np.dtype([("time", "f8"), ("known", "i8"), ("place", "i4")], align=True)
 # A flow: a message on the network; -1: none.  `left`: its bytes that are left at the time `since`;
 # `limit` and `rate`: bytes a second; `entered`: its route.
 FLOW = np.dtype(
-    [("left", "f8"), ("since", "f8"), ("limit", "f8"), ("rate", "f8"), ("message", "i4"),
-     ("entered", "i4"), ("is_changed", "?"), ("is_listed", "?")],
+    [
+        ("left", "f8"),
+        ("since", "f8"),
+        ("limit", "f8"),
+        ("rate", "f8"),
+        ("message", "i4"),
+        ("entered", "i4"),
+        ("is_changed", "?"),
+        ("is_listed", "?"),
+    ],
     align=True,
-)  # fmt: skip
+)
 
 # A link.  `demand`: the sum of the limits of the flows on it; `number`: how many these are; `head`:
 # the first of them.  While rates are decided: `free`, the bytes a second that are left; `num_open`,
 # the flows whose rates are open; `share`, what each of them could have.
 LINK = np.dtype(
-    [("capacity", "f8"), ("demand", "f8"), ("free", "f8"), ("share", "f8"), ("number", "i4"),
-     ("num_open", "i4"), ("head", "i4"), ("is_listed", "?")],
+    [
+        ("capacity", "f8"),
+        ("demand", "f8"),
+        ("free", "f8"),
+        ("share", "f8"),
+        ("number", "i4"),
+        ("num_open", "i4"),
+        ("head", "i4"),
+        ("is_listed", "?"),
+    ],
     align=True,
-)  # fmt: skip
+)
 
 # A flow on a link: the next and the previous on this link.
 NODE = np.dtype([("after", "i4"), ("before", "i4")])

@@ -19,11 +19,22 @@ Finish = Callable[[], None]
 # Tensors of these dtypes are NumPy arrays as they are.
 _SHARED = frozenset(
     {
-        torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
-        torch.int8, torch.int16, torch.int32, torch.int64,
-        torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
     }
-)  # fmt: skip
+)
 # Those of others are sent as integers of the same size; of these only bfloat16 can be combined.
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _NO_STREAM = nullcontext()  # on the host

@@ -70,9 +70,13 @@ def v_moe(
     (4, 16, 64)
     """
     check_sizes(
-        num_classes=num_classes, image_size=image_size, channels=channels, hidden=hidden,
-        num_layers=num_layers, num_heads=num_heads,
-    )  # fmt: skip
+        num_classes=num_classes,
+        image_size=image_size,
+        channels=channels,
+        hidden=hidden,
+        num_layers=num_layers,
+        num_heads=num_heads,
+    )
     gates = gates_of_blocks(gate, gate_options or {}, num_experts, every, num_layers)
     blocks = Blocks(num_layers, gates, mesh, options)
     width, image = width_of(hidden, num_heads), Grid(image_size, image_size)
@@ -139,10 +143,15 @@ def swin_moe(
     (4, 16, 64)
     """
     check_sizes(
-        num_classes=num_classes, image_size=image_size, channels=channels, hidden=hidden,
-        window=window, stages=len(num_layers), num_layers=min(num_layers, default=1),
+        num_classes=num_classes,
+        image_size=image_size,
+        channels=channels,
+        hidden=hidden,
+        window=window,
+        stages=len(num_layers),
+        num_layers=min(num_layers, default=1),
         num_heads=min(num_heads, default=1),
-    )  # fmt: skip
+    )
     if len(num_layers) != len(num_heads):
         raise ValueError(f"{len(num_layers)} stages have {len(num_heads)} numbers of heads")
     gates = gates_of_blocks(gate, gate_options or {}, num_experts, every, sum(num_layers))

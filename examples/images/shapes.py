@@ -49,8 +49,13 @@ def frame(u: Values, v: Values) -> Values:
 
 
 SHAPES: dict[str, Callable[[Values, Values], Values]] = {
-    "disc": disc, "square": square, "plus": plus, "cross": cross, "ring": ring, "frame": frame,
-}  # fmt: skip
+    "disc": disc,
+    "square": square,
+    "plus": plus,
+    "cross": cross,
+    "ring": ring,
+    "frame": frame,
+}
 CLASSES = tuple(SHAPES)  # their names, in order
 
 

@@ -83,9 +83,12 @@ class Run:
             check_saving(options)
         self.monitor = TrafficMonitor(comm)
         self.trainer = Trainer(
-            mesh, self.task.model, recipe_of(options), sharding=sharding_of(axes, options.zero),
+            mesh,
+            self.task.model,
+            recipe_of(options),
+            sharding=sharding_of(axes, options.zero),
             phase=self.monitor.phase,
-        )  # fmt: skip
+        )
         self.trainer.layout.check_batch(options.batch, 1)
 
     def all(self) -> int:
@@ -161,9 +164,13 @@ class Run:
 def model_of(options: argparse.Namespace, num_layers: int, mesh: Mesh, log: RoutingLog) -> Model:
     """Return a model of so many blocks, of which every second one has experts."""
     common: dict[str, Any] = {
-        "num_classes": len(CLASSES), "hidden": options.hidden, "num_experts": options.experts,
-        "mesh": mesh, "log": log, "gate": options.moe,
-    }  # fmt: skip
+        "num_classes": len(CLASSES),
+        "hidden": options.hidden,
+        "num_experts": options.experts,
+        "mesh": mesh,
+        "log": log,
+        "gate": options.moe,
+    }
     if options.model == "v":
         return v_moe(num_layers=num_layers, num_heads=options.heads, **common)
     depths = collectives.even_counts(num_layers, STAGES)
@@ -194,9 +201,11 @@ def check_saving(options: argparse.Namespace) -> None:
 def recipe_of(options: argparse.Namespace) -> Recipe:
     """Return how the parameters are updated."""
     return Recipe(
-        dtype=options.dtype, optimizer=partial(Adam, lr=options.lr),
-        num_micro_batches=options.micro_batches, seed=options.seed,
-    )  # fmt: skip
+        dtype=options.dtype,
+        optimizer=partial(Adam, lr=options.lr),
+        num_micro_batches=options.micro_batches,
+        seed=options.seed,
+    )
 
 
 def sharding_of(axes: dict[str, int], zero: int) -> Sharding:
@@ -214,8 +223,12 @@ def parser(prog: str, description: str | None) -> argparse.ArgumentParser:
     natural, positive = cli.at_least(0), cli.at_least(1)
     add = parse.add_argument
     add("--model", choices=("v", "swin"), default="v", help="V-MoE or Swin-MoE; default: v")
-    add("--mesh", type=cli.mesh_axes, metavar="AXIS=N,...",
-        help="of pipe, data, expert, tensor; default: all ranks along expert")  # fmt: skip
+    add(
+        "--mesh",
+        type=cli.mesh_axes,
+        metavar="AXIS=N,...",
+        help="of pipe, data, expert, tensor; default: all ranks along expert",
+    )
     add("--zero", type=int, choices=range(4), default=1, help="stage of ZeRO; default: 1")
     add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")
     add("--steps", type=positive, default=100, help="default: %(default)s")

@@ -64,8 +64,13 @@ def parser() -> argparse.ArgumentParser:
     parse = training.parser("python -m examples.students", __doc__)
     natural, positive = cli.at_least(0), cli.at_least(1)
     add = parse.add_argument
-    add("--teacher", type=Path, metavar="DIR", required=True,
-        help="learn from the model in a checkpoint")  # fmt: skip
+    add(
+        "--teacher",
+        type=Path,
+        metavar="DIR",
+        required=True,
+        help="learn from the model in a checkpoint",
+    )
     add("--teacher-layers", type=positive, metavar="N", help="its blocks; default: as --layers")
     add("--stop", type=natural, metavar="STEP", help="learn alone from then on; default: never")
     add("--alpha", type=float, default=1.0, help="weight of imitation; default: %(default)s")

@@ -142,9 +142,13 @@ def digest_of(model: Model, parameters: Mapping[str, Array]) -> str:
 def input_of(logits: ArraySpec) -> ArraySpec:
     """Return the tokens that lead to `logits`."""
     return ArraySpec.tokens(
-        logits.shape[0], logits.length, logits.width,
-        context=logits.context, rank=logits.rank, batch=logits.batch,
-    )  # fmt: skip
+        logits.shape[0],
+        logits.length,
+        logits.width,
+        context=logits.context,
+        rank=logits.rank,
+        batch=logits.batch,
+    )
 
 
 def check_same_shape(teacher: Shape, student: Shape) -> None:

@@ -14,6 +14,11 @@ from moe.commands.arguments import (
 from moe.commands.generation import Generation
 
 __all__ = [
-    "GATE_OPTIONS", "LAYER_OPTIONS", "Generation", "add_expert_options", "add_routing_options",
-    "gate_options", "layer_options",
-]  # fmt: skip
+    "GATE_OPTIONS",
+    "LAYER_OPTIONS",
+    "Generation",
+    "add_expert_options",
+    "add_routing_options",
+    "gate_options",
+    "layer_options",
+]

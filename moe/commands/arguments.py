@@ -14,10 +14,15 @@ from parallel.cli import at_least
 # Options that need --moe, by what `moe.GATES` and `moe_gpt` call them.
 GATE_OPTIONS = {"top_k": "k", "capacity_factor": "capacity_factor", "capacity_rule": "rule"}
 LAYER_OPTIONS = {
-    "moe_every": "every", "shared_experts": "num_shared", "padding": "padding",
-    "dispatch_parts": "num_parts", "payload": "payload", "dispatch": "dispatch",
-    "expert_dropout": "expert_dropout", "rows_per_group": "rows_per_group",
-}  # fmt: skip
+    "moe_every": "every",
+    "shared_experts": "num_shared",
+    "padding": "padding",
+    "dispatch_parts": "num_parts",
+    "payload": "payload",
+    "dispatch": "dispatch",
+    "expert_dropout": "expert_dropout",
+    "rows_per_group": "rows_per_group",
+}
 DROPLESS = "none"  # as a capacity rule
 CAPACITY_RULES = (*(name for name in RULES if name != "expert-choice"), DROPLESS)
 
@@ -28,16 +33,33 @@ def add_expert_options(add: Callable[..., object], gate: str | None = None) -> N
     `add` is an `add_argument`, and `gate` the default of ``--moe``.
     """
     positive, default = at_least(1), "" if gate is None else f"; default: {gate}"
-    add("--moe", choices=GATES, default=gate, metavar="GATE",
-        help=f"experts in place of MLPs, chosen by {', '.join(GATES)}{default}")  # fmt: skip
-    add("--experts", type=numbers_of_experts, default=8, metavar="N[,N,...]",
+    add(
+        "--moe",
+        choices=GATES,
+        default=gate,
+        metavar="GATE",
+        help=f"experts in place of MLPs, chosen by {', '.join(GATES)}{default}",
+    )
+    add(
+        "--experts",
+        type=numbers_of_experts,
+        default=8,
+        metavar="N[,N,...]",
         help="number of experts, or one for each block with experts; default: %(default)s",
-    )  # fmt: skip
+    )
     add("--top-k", type=positive, metavar="K", help="experts for each token; default: the gate's")
-    add("--moe-every", type=positive, metavar="N",
-        help="of N consecutive blocks the last has experts; default: 2")  # fmt: skip
-    add("--shared-experts", type=at_least(0), metavar="N",
-        help="MLPs beside the experts; default: 0")  # fmt: skip
+    add(
+        "--moe-every",
+        type=positive,
+        metavar="N",
+        help="of N consecutive blocks the last has experts; default: 2",
+    )
+    add(
+        "--shared-experts",
+        type=at_least(0),
+        metavar="N",
+        help="MLPs beside the experts; default: 0",
+    )
 
 
 def numbers_of_experts(word: str) -> int | tuple[int, ...]:
@@ -50,24 +72,38 @@ def add_routing_options(add: Callable[..., object]) -> None:
     """Add the options that say how tokens are routed and brought to experts."""
     positive = at_least(1)
     add("--capacity-factor", type=float, metavar="F", help="default: the gate's")
-    add("--capacity-rule", choices=CAPACITY_RULES, metavar="RULE",
+    add(
+        "--capacity-rule",
+        choices=CAPACITY_RULES,
+        metavar="RULE",
         help=f"one of {', '.join(CAPACITY_RULES)}; {DROPLESS}: experts take all tokens; default:"
         " the gate's",
-    )  # fmt: skip
-    add("--rows-per-group", type=positive, metavar="N",
-        help="rows of the batch that are routed together; default: 1")  # fmt: skip
-    add("--dispatch", choices=DISPATCHERS,
+    )
+    add(
+        "--rows-per-group",
+        type=positive,
+        metavar="N",
+        help="rows of the batch that are routed together; default: 1",
+    )
+    add(
+        "--dispatch",
+        choices=DISPATCHERS,
         help="send tokens directly to the ranks of their experts, or once to each host, or gather"
         " experts' weights, or whichever of the first and the last sends less; default: flat",
-    )  # fmt: skip
-    add("--padding", choices=PADDINGS,
+    )
+    add(
+        "--padding",
+        choices=PADDINGS,
         help="rows sent for each expert: those that are routed, as many as its capacity, or as"
         " many as any needs; default: none",
-    )  # fmt: skip
-    add("--dispatch-parts", type=positive, metavar="N",
-        help="send in N parts, and compute one while others are sent; default: 1")  # fmt: skip
-    add("--payload", choices=PAYLOADS,
-        help="in which vectors are sent; default: same, in --dtype")  # fmt: skip
+    )
+    add(
+        "--dispatch-parts",
+        type=positive,
+        metavar="N",
+        help="send in N parts, and compute one while others are sent; default: 1",
+    )
+    add("--payload", choices=PAYLOADS, help="in which vectors are sent; default: same, in --dtype")
 
 
 def gate_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -49,9 +49,12 @@ class Generation:
         self.model = model_of(options, self.mesh, self.log)
         self.monitor = TrafficMonitor(comm, is_wanted=not options.no_monitor)
         self.inference = Inference(
-            self.mesh, self.model, parameters_of(options, self.model, comm), len(self.prompts),
+            self.mesh,
+            self.model,
+            parameters_of(options, self.model, comm),
+            len(self.prompts),
             phase=self.monitor.phase,
-        )  # fmt: skip
+        )
         check_request(self.inference, self.prompts, options.tokens, options.temperature)
         count_reads(self.inference)
 
@@ -67,19 +70,23 @@ class Generation:
             layer.expected = log
         read = bytes_read(self.inference, log, self.comm.rank)
         mine = {
-            "rows": [*self.inference.rows], "texts": [text.decode("latin-1") for text in texts],
+            "rows": [*self.inference.rows],
+            "texts": [text.decode("latin-1") for text in texts],
             "seconds": [one_pass.seconds for one_pass in passes],
             "read": [read, [one_pass.bytes_read for one_pass in passes]],
-        }  # fmt: skip
+        }
         ranks, observed = gather_json(self.comm, mine), self.monitor.gather()
         whole = ledger.gather()
         self.mesh.free()
         if ranks is None or whole is None:
             return 0
         table = TrafficTable(
-            self.inference.traffic(), whole, observed, size=self.comm.size,
+            self.inference.traffic(),
+            whole,
+            observed,
+            size=self.comm.size,
             reason=self.monitor.reason,
-        )  # fmt: skip
+        )
         return report(o, self.result(ranks), table, cli.console_of(0))
 
     def result(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,11 @@ from moe.dispatch.making import DISPATCHERS, make_dispatcher
 from moe.dispatch.options import PADDINGS, Options
 
 __all__ = [
-    "DISPATCHERS", "PADDINGS", "Dispatcher", "ExpectedInput", "Options", "Prediction",
+    "DISPATCHERS",
+    "PADDINGS",
+    "Dispatcher",
+    "ExpectedInput",
+    "Options",
+    "Prediction",
     "make_dispatcher",
-]  # fmt: skip
+]

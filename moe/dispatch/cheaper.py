@@ -12,12 +12,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator
-from moe.dispatch.dispatcher import (
-    INTEGER_BYTES,
-    Dispatcher,
-    ExpectedInput,
-    Prediction,
-)
+from moe.dispatch.dispatcher import INTEGER_BYTES, Dispatcher, ExpectedInput, Prediction
 from moe.dispatch.flat import Flat
 from moe.dispatch.gathered_weights import GatheredWeights
 from moe.dispatch.options import Options

@@ -8,12 +8,7 @@ from typing import Any
 import numpy as np
 
 import collectives
-from moe.dispatch.dispatcher import (
-    INTEGER_BYTES,
-    Dispatcher,
-    ExpectedInput,
-    Prediction,
-)
+from moe.dispatch.dispatcher import INTEGER_BYTES, Dispatcher, ExpectedInput, Prediction
 from moe.exchange import (
     Exchange,
     Half,
@@ -132,9 +127,10 @@ class Flat(Dispatcher):
         again = [calls(label, back, form.itemsize) for label in ("combine", "dispatch")]
         return Prediction(
             [load[:, team.owned_by(index)].sum(axis=0).tolist() for load in loads],
-            numbers + there[0] + again[0], there[1] + again[1],
+            numbers + there[0] + again[0],
+            there[1] + again[1],
             x.width * self.options.dim * sum(int(load[index].sum()) for load in loads),
-        )  # fmt: skip
+        )
 
     def counts(self, rank: int) -> list[PredictedCall]:
         """Return how ranks tell each other what they will send, for the first `rank` of a team."""

@@ -134,9 +134,11 @@ class GatheredWeights(Dispatcher):
         parts = divisions(len(load), 1, self.options.num_parts)
         return Prediction(
             [part.of(load)[0].tolist() for part in parts],
-            gathers, gathers + sums, kept=x.width * self.options.dim * int(load.sum()),
+            gathers,
+            gathers + sums,
+            kept=x.width * self.options.dim * int(load.sum()),
             rest=x.width * num_owned * sum(self.experts.sizes(self.team.mesh, x.rank)),
-        )  # fmt: skip
+        )
 
     def calls(self, rank: int, width: int, label: str, collective: str) -> list[PredictedCall]:
         """Return one call for each parameter, of numbers of `width` bytes."""

@@ -184,13 +184,17 @@ class Hierarchical(Dispatcher):
         numbers = call("numbers", counts[..., 0], INTEGER_BYTES) if is_numbered else []
         forward = [
             *call("counts", np.full((num, num), 2), INTEGER_BYTES),
-            *call("entries", 2 * entries, 4), *call("weights", entries, scores), *numbers,
-            *call("dispatch", rows, form.itemsize), *call("combine", rows.T, form.itemsize),
-        ]  # fmt: skip
+            *call("entries", 2 * entries, 4),
+            *call("weights", entries, scores),
+            *numbers,
+            *call("dispatch", rows, form.itemsize),
+            *call("combine", rows.T, form.itemsize),
+        ]
         backward = [
-            *call("combine", rows, form.itemsize), *call("dispatch", rows.T, form.itemsize),
+            *call("combine", rows, form.itemsize),
+            *call("dispatch", rows.T, form.itemsize),
             *call("weights", entries.T, scores),
-        ]  # fmt: skip
+        ]
         return forward, backward
 
 

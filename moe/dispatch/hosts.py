@@ -100,6 +100,8 @@ def by_host(routing: Routing, bounds: Integers) -> Leaving:
     slot = slots_of(of_pair, zeros == 0, num_hosts)
     return Leaving(
         Routing(token, of_pair, zeros, slot, routing.num_tokens, num_hosts, routing.num_groups),
-        entry, number - (np.cumsum(rows) - rows)[host], routing.expert[entry] - bounds[host],
+        entry,
+        number - (np.cumsum(rows) - rows)[host],
+        routing.expert[entry] - bounds[host],
         np.stack([rows, entries], axis=1).astype(np.int64),
-    )  # fmt: skip
+    )

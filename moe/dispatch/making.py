@@ -11,8 +11,10 @@ from moe.dispatch.options import Options, check_choice
 from moe.exchange import Experts, Team
 
 WITHOUT_HOSTS: dict[str, type[Flat | GatheredWeights | Cheaper]] = {
-    "flat": Flat, "weights": GatheredWeights, "cheaper": Cheaper,
-}  # fmt: skip
+    "flat": Flat,
+    "weights": GatheredWeights,
+    "cheaper": Cheaper,
+}
 DISPATCHERS = ("flat", "hierarchical", "weights", "cheaper")
 
 

@@ -12,7 +12,23 @@ from moe.exchange.payload import PAYLOADS, form_of
 from moe.exchange.team import Team
 
 __all__ = [
-    "ALGORITHM", "PAYLOADS", "Exchange", "Experts", "Half", "Part", "Received", "Rows",
-    "SavedExchange", "SendBuffer", "Team", "both_halves", "divisions", "dropless", "first_half",
-    "form_of", "padded", "rows_to_ranks", "start_loads",
-]  # fmt: skip
+    "ALGORITHM",
+    "PAYLOADS",
+    "Exchange",
+    "Experts",
+    "Half",
+    "Part",
+    "Received",
+    "Rows",
+    "SavedExchange",
+    "SendBuffer",
+    "Team",
+    "both_halves",
+    "divisions",
+    "dropless",
+    "first_half",
+    "form_of",
+    "padded",
+    "rows_to_ranks",
+    "start_loads",
+]

@@ -141,9 +141,14 @@ def _part(
 ) -> Part:
     """Return a part of these entries, with the rows `sent` to each expert and `arriving` here."""
     return Part(
-        entry, routing.token[entry], row, tuple(rows_to_ranks(sent, len(arriving)).tolist()),
-        tuple(arriving.sum(axis=1).tolist()), _segments(arriving, rank), rank,
-    )  # fmt: skip
+        entry,
+        routing.token[entry],
+        row,
+        tuple(rows_to_ranks(sent, len(arriving)).tolist()),
+        tuple(arriving.sum(axis=1).tolist()),
+        _segments(arriving, rank),
+        rank,
+    )
 
 
 def _segments(arriving: Integers, rank: int) -> tuple[tuple[slice, ...], ...]:

@@ -62,16 +62,31 @@ class Team(NamedTuple):
         return next(group for group in self.mesh.ranks(self.axis) if rank in group)
 
     def call(
-        self, rank: int, phase: str, collective: str, algorithm: str, counts: Any, itemsize: int,
-        *, in_place: bool = False,
-    ) -> list[PredictedCall]:  # fmt: skip
+        self,
+        rank: int,
+        phase: str,
+        collective: str,
+        algorithm: str,
+        counts: Any,
+        itemsize: int,
+        *,
+        in_place: bool = False,
+    ) -> list[PredictedCall]:
         """Return a call of the team of `rank`, for its first rank; nothing for the others."""
         if self.axis is None or self.index_of(rank):
             return []
-        return [PredictedCall(
-            phase, collective, algorithm, counts, itemsize, axis=self.axis,
-            groups=(tuple(self.group(rank)),), in_place=in_place,
-        )]  # fmt: skip
+        return [
+            PredictedCall(
+                phase,
+                collective,
+                algorithm,
+                counts,
+                itemsize,
+                axis=self.axis,
+                groups=(tuple(self.group(rank)),),
+                in_place=in_place,
+            )
+        ]
 
     def exchange(
         self, rank: int, phase: str, table: Integers, itemsize: int

@@ -12,6 +12,17 @@ from moe.gates.scores import SIGMOID, SOFTMAX, score_bytes
 from moe.gates.selections import Chosen, SelectionInput
 
 __all__ = [
-    "GATES", "RULES", "SIGMOID", "SOFTMAX", "Balance", "Chosen", "Gate", "Gated",
-    "Importance", "Load", "RouterZ", "SelectionInput", "score_bytes",
-]  # fmt: skip
+    "GATES",
+    "RULES",
+    "SIGMOID",
+    "SOFTMAX",
+    "Balance",
+    "Chosen",
+    "Gate",
+    "Gated",
+    "Importance",
+    "Load",
+    "RouterZ",
+    "SelectionInput",
+    "score_bytes",
+]

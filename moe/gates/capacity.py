@@ -65,6 +65,10 @@ def expert_choice(num_tokens: int, num_experts: int, k: int, factor: float) -> i
 
 
 RULES: dict[str, Rule] = {
-    "gshard": gshard, "switch": gshard, "deepspeed": deepspeed, "tutel": tutel, "v-moe": v_moe,
+    "gshard": gshard,
+    "switch": gshard,
+    "deepspeed": deepspeed,
+    "tutel": tutel,
+    "v-moe": v_moe,
     "expert-choice": expert_choice,
-}  # fmt: skip
+}

@@ -15,13 +15,7 @@ from collections.abc import Callable
 from moe.gates.gate import Gate
 from moe.gates.losses import Balance, Importance, Load, RouterZ
 from moe.gates.scores import SIGMOID
-from moe.gates.selections import (
-    NodeLimited,
-    batch_priority,
-    expert_choice,
-    hashed,
-    random_second,
-)
+from moe.gates.selections import NodeLimited, batch_priority, expert_choice, hashed, random_second
 
 
 def gshard(
@@ -41,9 +35,14 @@ def gshard(
     `weight` is 0.01 / E^2.
     """
     return Gate(
-        num_experts, 2, selection=random_second, losses=(Balance(weight * num_experts),),
-        rule=rule, capacity_factor=capacity_factor, is_normalized=True,
-    )  # fmt: skip
+        num_experts,
+        2,
+        selection=random_second,
+        losses=(Balance(weight * num_experts),),
+        rule=rule,
+        capacity_factor=capacity_factor,
+        is_normalized=True,
+    )
 
 
 def switch(
@@ -62,9 +61,12 @@ def switch(
     layers are drawn as with any gate.
     """
     return Gate(
-        num_experts, losses=(Balance(weight * num_experts),), rule=rule,
-        capacity_factor=capacity_factor, init_scale=0.1,
-    )  # fmt: skip
+        num_experts,
+        losses=(Balance(weight * num_experts),),
+        rule=rule,
+        capacity_factor=capacity_factor,
+        init_scale=0.1,
+    )
 
 
 def choice(num_experts: int, *, capacity_factor: float = 2.0) -> Gate:
@@ -96,9 +98,14 @@ def v_moe(
     """
     noise, half = 1 / num_experts, weight / 2
     return Gate(
-        num_experts, k, selection=batch_priority, losses=(Importance(half), Load(half, noise)),
-        rule=rule, capacity_factor=capacity_factor, noise=noise,
-    )  # fmt: skip
+        num_experts,
+        k,
+        selection=batch_priority,
+        losses=(Importance(half), Load(half, noise)),
+        rule=rule,
+        capacity_factor=capacity_factor,
+        noise=noise,
+    )
 
 
 def stable(
@@ -117,9 +124,13 @@ def stable(
     Switch has this `weight`, and the mean squared log-sum-exp of the logits `z_weight`.
     """
     return Gate(
-        num_experts, k, losses=(Balance(weight * num_experts), RouterZ(z_weight)), rule=rule,
-        capacity_factor=capacity_factor, is_normalized=True,
-    )  # fmt: skip
+        num_experts,
+        k,
+        losses=(Balance(weight * num_experts), RouterZ(z_weight)),
+        rule=rule,
+        capacity_factor=capacity_factor,
+        is_normalized=True,
+    )
 
 
 def bias(num_experts: int, *, k: int = 2, rate: float = 0.001) -> Gate:
@@ -156,10 +167,15 @@ def sigmoid(
     if k > most_nodes * (num_experts // num_nodes):
         raise ValueError(f"k is {k}: {most_nodes} of {num_nodes} nodes have fewer experts")
     return Gate(
-        num_experts, k, SIGMOID, NodeLimited(num_nodes, most_nodes),
+        num_experts,
+        k,
+        SIGMOID,
+        NodeLimited(num_nodes, most_nodes),
         (Balance(weight * num_experts / k, all_choices=True),),
-        is_normalized=True, scale=scale, bias_rate=rate,
-    )  # fmt: skip
+        is_normalized=True,
+        scale=scale,
+        bias_rate=rate,
+    )
 
 
 def hash_layer(num_experts: int, *, k: int = 1) -> Gate:
@@ -171,6 +187,12 @@ def hash_layer(num_experts: int, *, k: int = 1) -> Gate:
 
 
 GATES: dict[str, Callable[..., Gate]] = {
-    "gshard": gshard, "switch": switch, "expert-choice": choice, "v-moe": v_moe, "stable": stable,
-    "bias": bias, "sigmoid": sigmoid, "hash": hash_layer,
-}  # fmt: skip
+    "gshard": gshard,
+    "switch": switch,
+    "expert-choice": choice,
+    "v-moe": v_moe,
+    "stable": stable,
+    "bias": bias,
+    "sigmoid": sigmoid,
+    "hash": hash_layer,
+}

@@ -8,6 +8,12 @@ from moe.models.inference import bytes_read, count_reads, without_capacity
 from moe.models.meshes import LAYOUTS, layout
 
 __all__ = [
-    "LAYOUTS", "bytes_read", "count_reads", "gate_by_name", "gates_of_blocks", "layout", "moe_gpt",
+    "LAYOUTS",
+    "bytes_read",
+    "count_reads",
+    "gate_by_name",
+    "gates_of_blocks",
+    "layout",
+    "moe_gpt",
     "without_capacity",
-]  # fmt: skip
+]

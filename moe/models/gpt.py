@@ -72,10 +72,15 @@ def moe_gpt(
     """
     gates = gates_of_blocks(gate, gate_options or {}, num_experts, every, num_layers)
     common: dict[str, Any] = {
-        "mesh": mesh, "log": log, "rows_per_group": rows_per_group, "padding": padding,
-        "num_parts": num_parts, "payload": payload, "dispatch": dispatch,
+        "mesh": mesh,
+        "log": log,
+        "rows_per_group": rows_per_group,
+        "padding": padding,
+        "num_parts": num_parts,
+        "payload": payload,
+        "dispatch": dispatch,
         "ranks_per_host": ranks_per_host,
-    }  # fmt: skip
+    }
 
     def mlp(i: int, dense: Callable[[], Sequential]) -> dict[str, Layer] | None:
         if i not in gates:

@@ -11,7 +11,20 @@ from moe.plan.routings import BatchRouting, from_log, on_text, uniform
 from moe.plan.training_step import TrainingStep, layout_of, predict_calls
 
 __all__ = [
-    "Amounts", "BatchRouting", "HostTraffic", "LayerAmounts", "MessageKind", "TrainingStep",
-    "amounts_of", "compare_dispatch", "compare_layouts", "from_log", "layer_amounts", "layout_of",
-    "matrices_of", "on_text", "predict_calls", "uniform",
-]  # fmt: skip
+    "Amounts",
+    "BatchRouting",
+    "HostTraffic",
+    "LayerAmounts",
+    "MessageKind",
+    "TrainingStep",
+    "amounts_of",
+    "compare_dispatch",
+    "compare_layouts",
+    "from_log",
+    "layer_amounts",
+    "layout_of",
+    "matrices_of",
+    "on_text",
+    "predict_calls",
+    "uniform",
+]

@@ -61,9 +61,13 @@ def tell(options: argparse.Namespace, console: Console) -> None:
     check_mesh(options.mesh, options.hosts)
     routing = routing_of(options)
     step = TrainingStep(
-        model_of(options, routing.context), routing.rows, routing.log, routing.step,
-        options.micro_batches, options.dtype,
-    )  # fmt: skip
+        model_of(options, routing.context),
+        routing.rows,
+        routing.log,
+        routing.step,
+        options.micro_batches,
+        options.dtype,
+    )
     layer = options.layer or step.layers[0].name
     per_host = math.prod(options.mesh.values()) // options.hosts
     compared = compare_dispatch(step, layer, options.mesh, per_host)
@@ -97,10 +101,15 @@ def check_mesh(axes: dict[str, int], num_hosts: int) -> None:
 def model_of(options: argparse.Namespace, context: int) -> dict[str, Any]:
     """Return the options of `moe_gpt`."""
     return {
-        "gate": options.moe, "gate_options": gate_options(options), "num_experts": options.experts,
-        "num_layers": options.layers, "hidden": options.hidden, "num_heads": options.heads,
-        "context": context, **layer_options(options),
-    }  # fmt: skip
+        "gate": options.moe,
+        "gate_options": gate_options(options),
+        "num_experts": options.experts,
+        "num_layers": options.layers,
+        "hidden": options.hidden,
+        "num_heads": options.heads,
+        "context": context,
+        **layer_options(options),
+    }
 
 
 def routing_of(options: argparse.Namespace) -> BatchRouting:
@@ -124,8 +133,9 @@ def of_file(options: argparse.Namespace) -> BatchRouting:
     rows_per_group = options.rows_per_group or 1
     routing = from_log(log, step=options.step, rows_per_group=rows_per_group)
     for name, given, actual in (
-        ("--batch", options.batch, routing.rows), ("--context", options.context, routing.context)
-    ):  # fmt: skip
+        ("--batch", options.batch, routing.rows),
+        ("--context", options.context, routing.context),
+    ):
         if given not in (None, actual):
             raise ValueError(f"{name} is {given}, but the log is of {actual}")
     return routing
@@ -172,10 +182,20 @@ def parser() -> argparse.ArgumentParser:
     parse.formatter_class = argparse.RawDescriptionHelpFormatter
     natural, positive = cli.at_least(0), cli.at_least(1)
     add = parse.add_argument
-    add("--mesh", type=cli.mesh_axes, required=True, metavar="AXIS=N,...",
-        help="such as data=2,expert=4")  # fmt: skip
-    add("--hosts", type=positive, default=1, metavar="N",
-        help="each with equally many consecutive ranks; default: %(default)s")  # fmt: skip
+    add(
+        "--mesh",
+        type=cli.mesh_axes,
+        required=True,
+        metavar="AXIS=N,...",
+        help="such as data=2,expert=4",
+    )
+    add(
+        "--hosts",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="each with equally many consecutive ranks; default: %(default)s",
+    )
     add("--batch", type=positive, help=f"rows of all ranks; default: {ROWS}, or those of the log")
     add("--micro-batches", type=positive, default=1, metavar="K", help="default: %(default)s")
     add("--dtype", choices=DTYPES, default="float64", help="default: %(default)s")
@@ -184,11 +204,20 @@ def parser() -> argparse.ArgumentParser:
     add("--routing", type=Path, metavar="FILE", help="of moe.train --save-routing")
     add("--step", type=natural, metavar="N", help="of the file, from 0 on; default: the last")
     add("--layer", metavar="NAME", help="such as block1; default: the first with experts")
-    add("--text", nargs="?", const="", metavar="PATH",
-        help="train on this on one rank; without PATH on Python's standard library")  # fmt: skip
-    add("--steps", type=positive, default=1, metavar="N",
+    add(
+        "--text",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="train on this on one rank; without PATH on Python's standard library",
+    )
+    add(
+        "--steps",
+        type=positive,
+        default=1,
+        metavar="N",
         help="of a --text, the last of which is taken; 1: initial values; default: %(default)s",
-    )  # fmt: skip
+    )
     add("--lr", type=float, default=2e-3, help="of them; default: %(default)s")
     add("--seed", type=natural, default=0, help="default: %(default)s")
 

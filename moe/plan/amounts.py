@@ -55,10 +55,14 @@ def amounts_of(matrices: Integers, hosts: Topology) -> Amounts:
     others = whole * ~np.eye(len(whole), dtype=bool)
     outside = whole * off_host(hosts)
     return Amounts(
-        int(whole.sum()), int(others.sum()), between_hosts(whole, hosts),
-        int(others.sum(axis=1).max()), int(outside.sum(axis=1).max()), int(messages.sum()),
+        int(whole.sum()),
+        int(others.sum()),
+        between_hosts(whole, hosts),
+        int(others.sum(axis=1).max()),
+        int(outside.sum(axis=1).max()),
+        int(messages.sum()),
         between_hosts(messages, hosts),
-    )  # fmt: skip
+    )
 
 
 def matrices_of(calls: Iterable[PredictedCall], num_ranks: int) -> Integers:

@@ -106,9 +106,15 @@ class Routing:
         number[tokens] = np.arange(len(tokens))
         kept = self.entries_of(tokens)
         return Routing(
-            number[self.token[kept]], self.expert[kept], self.group[kept], self.slot[kept],
-            len(tokens), self.num_experts, self.num_groups, self.capacity,
-        )  # fmt: skip
+            number[self.token[kept]],
+            self.expert[kept],
+            self.group[kept],
+            self.slot[kept],
+            len(tokens),
+            self.num_experts,
+            self.num_groups,
+            self.capacity,
+        )
 
     def of_groups(self, start: int, stop: int) -> Routing:
         """Return the routing of groups `start` to `stop`, as if there were no others."""
@@ -127,9 +133,11 @@ def joined(parts: Iterable[Routing]) -> Routing:
         np.concatenate([part.expert for part in parts]),
         np.concatenate([part.group + n for part, n in zip(parts, groups, strict=False)]),
         np.concatenate([part.slot for part in parts]),
-        tokens[-1], parts[0].num_experts, groups[-1],
+        tokens[-1],
+        parts[0].num_experts,
+        groups[-1],
         next((part.capacity for part in parts if part.num_tokens), None),
-    )  # fmt: skip
+    )
 
 
 def slots_of(expert: Integers, is_queued: Flags, num_experts: int) -> Integers:

@@ -11,8 +11,26 @@ from parallel.accounts.table import TrafficMismatch, TrafficRow, TrafficTable
 from parallel.accounts.tracker import CATEGORIES, MemoryTracker, arrays_in, owner_of
 
 __all__ = [
-    "CATEGORIES", "POINT_TO_POINT", "Event", "Int64", "MemoryTracker", "PhaseFunction",
-    "PredictedCall", "RankTimes", "Tally", "Timeline", "TrafficMismatch", "TrafficMonitor",
-    "TrafficRow", "TrafficTable", "arrays_in", "between_hosts", "gather_json", "merged",
-    "off_host", "owner_of", "rank_times", "renumbered",
-]  # fmt: skip
+    "CATEGORIES",
+    "POINT_TO_POINT",
+    "Event",
+    "Int64",
+    "MemoryTracker",
+    "PhaseFunction",
+    "PredictedCall",
+    "RankTimes",
+    "Tally",
+    "Timeline",
+    "TrafficMismatch",
+    "TrafficMonitor",
+    "TrafficRow",
+    "TrafficTable",
+    "arrays_in",
+    "between_hosts",
+    "gather_json",
+    "merged",
+    "off_host",
+    "owner_of",
+    "rank_times",
+    "renumbered",
+]

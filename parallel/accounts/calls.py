@@ -95,10 +95,14 @@ class PredictedCall:
 
     def _of_group(self, size: int) -> Any:
         return collectives.predict(
-            "all_gather" if self.collective == "check" else self.collective, size, self.counts,
-            itemsize=self.itemsize, algorithm=self.algorithm, root=self.root,
+            "all_gather" if self.collective == "check" else self.collective,
+            size,
+            self.counts,
+            itemsize=self.itemsize,
+            algorithm=self.algorithm,
+            root=self.root,
             in_place=self.in_place,
-        )  # fmt: skip
+        )
 
     def sent(self, size: int) -> Tally:
         """Return what all `size` ranks together send in all of these calls; see `matrices`.
@@ -121,10 +125,18 @@ class PredictedCall:
             return []
         ranks = size if self.groups is None else len(self.groups[0])
         times = 2 if mode == "finite" and self.collective in REDUCTIONS else 1
-        return [replace(
-            self, collective="check", algorithm=CHECK_ALGORITHM, counts=(CHECK_BYTES,) * ranks,
-            itemsize=1, num_calls=times * self.num_calls, root=0, in_place=False,
-        )]  # fmt: skip
+        return [
+            replace(
+                self,
+                collective="check",
+                algorithm=CHECK_ALGORITHM,
+                counts=(CHECK_BYTES,) * ranks,
+                itemsize=1,
+                num_calls=times * self.num_calls,
+                root=0,
+                in_place=False,
+            )
+        ]
 
 
 def merged(calls: Iterable[PredictedCall]) -> list[PredictedCall]:

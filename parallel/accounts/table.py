@@ -170,11 +170,12 @@ class TrafficTable:
     def as_dict(self) -> dict[str, Any]:
         """Return the table for JSON: rows as dictionaries, matrices as lists, and `reason`."""
         return {
-            "rows": [row.as_dict() for row in self.rows], "matrix": self.matrix.tolist(),
+            "rows": [row.as_dict() for row in self.rows],
+            "matrix": self.matrix.tolist(),
             "matrices": {phase: matrix.tolist() for phase, matrix in self.matrices.items()},
             "axes": {axis: matrix.tolist() for axis, matrix in self.axes.items()},
             "not_observed": self.reason,
-        }  # fmt: skip
+        }
 
 
 def observed_phase(phase: str, observed: Iterable[str]) -> str:

@@ -14,9 +14,15 @@ Array: TypeAlias = Any
 T = TypeVar("T")
 
 CATEGORIES = (
-    "parameters", "gradients", "optimizer", "master", "activations", "buffers", "scratch",
+    "parameters",
+    "gradients",
+    "optimizer",
+    "master",
+    "activations",
+    "buffers",
+    "scratch",
     "messages",
-)  # fmt: skip
+)
 TOKENS = np.dtype(np.int64)
 
 

@@ -34,9 +34,16 @@ from parallel.predict import with_checks
 from parallel.run import DIGEST_BYTES, REPORT, Trainer, raise_on_all_ranks
 
 __all__ = [
-    "LoadFailed", "SaveFailed", "checkpoint_path", "latest", "load", "load_parameters",
-    "num_steps_of", "save", "traffic",
-]  # fmt: skip
+    "LoadFailed",
+    "SaveFailed",
+    "checkpoint_path",
+    "latest",
+    "load",
+    "load_parameters",
+    "num_steps_of",
+    "save",
+    "traffic",
+]
 
 UNFINISHED = ".unfinished-"  # prefix of a directory that is being written or removed
 

@@ -49,11 +49,14 @@ class Index(NamedTuple):
         options = {k: x for k, x in vars(optimizer).items() if isinstance(x, int | float | tuple)}
         files = {file_name(r, trainer.size): digest for r, digest in enumerate(digests)}
         return cls(
-            step, trainer.updates.num_skipped, files, layout_of(trainer),
+            step,
+            trainer.updates.num_skipped,
+            files,
+            layout_of(trainer),
             {"value": float(scale.value), "num_good": scale.num_good},
             {"class": type(optimizer).__name__, **options},
             {name: layer.state() for name, layer in trainer.model.counting_layers.items()},
-        )  # fmt: skip
+        )
 
     def to_json(self) -> str:
         """Return the text of the file, which contains its own digest."""
@@ -82,10 +85,11 @@ class Index(NamedTuple):
             if not isinstance(value := getattr(self, name), dict):
                 raise ValueError(f"{name} is {shown(value)}: it must be an object")
         counts = {
-            "step": self.step, "num_skipped": self.num_skipped,
+            "step": self.step,
+            "num_skipped": self.num_skipped,
             "optimizer.steps": self.optimizer.get("steps"),
             "loss_scale.num_good": self.loss_scale.get("num_good"),
-        }  # fmt: skip
+        }
         for name, x in counts.items():
             if not isinstance(x, int) or isinstance(x, bool) or not 0 <= x <= MAX_STEPS:
                 raise ValueError(f"{name} is {shown(x)!r}: it must be an integer of at least 0")

@@ -11,7 +11,17 @@ from parallel.commands.rank_report import RankReport, gather_reports
 from parallel.commands.ranks import InvalidRun, on_ranks, preparing, running
 
 __all__ = [
-    "InvalidRun", "ModelSpec", "RankReport", "dense_spec", "gather_reports", "gpt_options",
-    "on_ranks", "preparing", "print_check", "print_verdict", "running", "train",
+    "InvalidRun",
+    "ModelSpec",
+    "RankReport",
+    "dense_spec",
+    "gather_reports",
+    "gpt_options",
+    "on_ranks",
+    "preparing",
+    "print_check",
+    "print_verdict",
+    "running",
+    "train",
     "training_parser",
-]  # fmt: skip
+]

@@ -65,7 +65,10 @@ def dense_gpt(options: argparse.Namespace, mesh: Mesh | None) -> Model:
 def gpt_options(options: argparse.Namespace, mesh: Mesh | None) -> dict[str, Any]:
     """Return the options of `training_parser` as arguments of `parallel.gpt`, with a `mesh`."""
     return {
-        **cli.gpt_options(options), "mesh": mesh, "recompute": RECOMPUTE[options.recompute],
-        "dropout": options.dropout, "sequence_parallel": options.sequence_parallel,
+        **cli.gpt_options(options),
+        "mesh": mesh,
+        "recompute": RECOMPUTE[options.recompute],
+        "dropout": options.dropout,
+        "sequence_parallel": options.sequence_parallel,
         "attention": options.attention or "ring",
-    }  # fmt: skip
+    }

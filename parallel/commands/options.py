@@ -41,39 +41,76 @@ def add_run_options(add: Add) -> None:
     add("--text", metavar="PATH", help="file or directory; default: Python's standard library")
     add("--steps", type=positive, default=100, help="default: %(default)s")
     add("--batch", type=positive, default=16, help="rows of all ranks; default: %(default)s")
-    add("--micro-batches", type=positive, default=1, metavar="K",
-        help="parts in which a rank computes its rows; default: %(default)s")  # fmt: skip
+    add(
+        "--micro-batches",
+        type=positive,
+        default=1,
+        metavar="K",
+        help="parts in which a rank computes its rows; default: %(default)s",
+    )
     add("--schedule", choices=SCHEDULES, help="of the pipeline along the axis pipe; default: 1f1b")
-    add("--sequence-parallel", nargs="?", const="keep", choices=SEQUENCE_PARALLEL[1:],
-        help="also divide rows along tensor; keep what is gathered, or gather again")  # fmt: skip
+    add(
+        "--sequence-parallel",
+        nargs="?",
+        const="keep",
+        choices=SEQUENCE_PARALLEL[1:],
+        help="also divide rows along tensor; keep what is gathered, or gather again",
+    )
     add("--attention", choices=ATTENTION, help="of the ranks along context; default: ring")
-    add("--ranks-per-host", type=positive, metavar="N",
-        help="hosts of N consecutive ranks; default: as MPI reports them")  # fmt: skip
+    add(
+        "--ranks-per-host",
+        type=positive,
+        metavar="N",
+        help="hosts of N consecutive ranks; default: as MPI reports them",
+    )
     add("--seed", type=natural, default=0, help="default: %(default)s")
     add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")
-    add("--progress", choices=("auto", "thread", "none"), default="auto",
-        help="whether calls continue in a thread; auto: if each rank has a free core")  # fmt: skip
+    add(
+        "--progress",
+        choices=("auto", "thread", "none"),
+        default="auto",
+        help="whether calls continue in a thread; auto: if each rank has a free core",
+    )
 
 
 def add_model_options(add: Add) -> None:
     """Add the options of a dense GPT."""
     add_gpt_options(add)
-    add("--dropout", type=float, default=0.0, metavar="RATE",
-        help="behind attention and MLP; default: none")  # fmt: skip
-    add("--recompute", nargs="?", const="all", default="none", choices=RECOMPUTE,
-        help="keep only the inputs of all blocks, or of attention; default: none")  # fmt: skip
+    add(
+        "--dropout",
+        type=float,
+        default=0.0,
+        metavar="RATE",
+        help="behind attention and MLP; default: none",
+    )
+    add(
+        "--recompute",
+        nargs="?",
+        const="all",
+        default="none",
+        choices=RECOMPUTE,
+        help="keep only the inputs of all blocks, or of attention; default: none",
+    )
 
 
 def add_update_options(add: Add) -> None:
     """Add the options that say how parameters are kept and updated."""
-    add("--dtype", choices=DTYPES, default="float64",
-        help="of parameters, gradients and messages; default: %(default)s")  # fmt: skip
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="float64",
+        help="of parameters, gradients and messages; default: %(default)s",
+    )
     add("--reduce-dtype", choices=DTYPES, help="in which gradients are summed; default: --dtype")
     add("--optimizer", choices=OPTIMIZERS, default="adam", help="default: %(default)s")
     add("--lr", type=float, default=2e-3, help="default: %(default)s")
     add("--clip", type=float, metavar="NORM", help="largest norm of the whole gradient")
-    add("--device", choices=("cpu", "cuda"), default="cpu",
-        help="where the model is; cuda needs CuPy; default: %(default)s")  # fmt: skip
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="where the model is; cuda needs CuPy; default: %(default)s",
+    )
     add("--offload", metavar="PLACE", help="update in host memory (host) or on disk (disk:FOLDER)")
     add("--offload-activations", metavar="PLACE", help="move activations there until backward")
 
@@ -83,17 +120,29 @@ def add_strategy_options(add: Add) -> None:
     add("--algorithm", metavar="NAME", help="of collectives; default: ring, or linear for server-*")
     add("--bucket-bytes", type=positive, help="ddp, elastic: gradients summed together")
     add("--hook", metavar="NAME", help=f"ddp: how gradients are summed: {', '.join(HOOKS)}")
-    add("--keep-after-forward", action="store_true", default=None,
-        help="zero3, hsdp: free parameters after backward only")  # fmt: skip
+    add(
+        "--keep-after-forward",
+        action="store_true",
+        default=None,
+        help="zero3, hsdp: free parameters after backward only",
+    )
     add("--group-size", type=positive, help="hsdp, zeropp: number of ranks in a group")
-    add("--every", type=positive, metavar="STEPS",
-        help="local-updates: steps that ranks make alone; default: 10")  # fmt: skip
+    add(
+        "--every",
+        type=positive,
+        metavar="STEPS",
+        help="local-updates: steps that ranks make alone; default: 10",
+    )
     add("--outer-lr", type=float, help="local-updates: of the common model; default: 0.7")
     add("--outer-momentum", type=float, help="local-updates: of the common model; default: 0.9")
     add("--gradient-bits", type=int, choices=(4, 8), help="zeropp: of an element of a gradient")
     add("--staleness-bound", type=natural, help="server-async: steps ahead of the slowest worker")
-    add("--kill", type=rank_and_step, metavar="RANK:STEP",
-        help="elastic: this rank kills its process (-9) in the middle of this step")  # fmt: skip
+    add(
+        "--kill",
+        type=rank_and_step,
+        metavar="RANK:STEP",
+        help="elastic: this rank kills its process (-9) in the middle of this step",
+    )
 
 
 def add_file_options(add: Add) -> None:

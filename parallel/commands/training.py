@@ -184,9 +184,12 @@ class Training:
         o, (source, first, steps_to_save) = self.options, self.checkpoints
         is_resumed = source is not None
         calls = self.strategy.traffic(
-            o.steps - first, batch=(o.batch, o.context), num_skipped=self.num_skipped,
-            is_resumed=is_resumed, first=first,
-        )  # fmt: skip
+            o.steps - first,
+            batch=(o.batch, o.context),
+            num_skipped=self.num_skipped,
+            is_resumed=is_resumed,
+            first=first,
+        )
         loads = is_resumed * checkpoint.traffic(self.strategy, "load")
         return calls + loads + len(steps_to_save) * checkpoint.traffic(self.strategy)
 

@@ -10,6 +10,15 @@ from parallel.layout.stages import Message, Stages, divide
 from parallel.layout.view import RankView, views_of_parts
 
 __all__ = [
-    "BatchFunction", "BatchSize", "Layout", "Message", "ProgressCallback", "RankView", "Recipe",
-    "Stages", "check_arguments", "divide", "views_of_parts",
-]  # fmt: skip
+    "BatchFunction",
+    "BatchSize",
+    "Layout",
+    "Message",
+    "ProgressCallback",
+    "RankView",
+    "Recipe",
+    "Stages",
+    "check_arguments",
+    "divide",
+    "views_of_parts",
+]

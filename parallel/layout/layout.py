@@ -78,9 +78,13 @@ class Layout:
     def on(self, mesh: Mesh) -> Layout:
         """Return how the ranks of another mesh divide the same training."""
         return Layout(
-            mesh, self.model, self.recipe, sharding=self.sharding,
-            schedule=self.stages.schedule, algorithm=self.algorithm,
-        )  # fmt: skip
+            mesh,
+            self.model,
+            self.recipe,
+            sharding=self.sharding,
+            schedule=self.stages.schedule,
+            algorithm=self.algorithm,
+        )
 
     @property
     def has_dynamic_scale(self) -> bool:

@@ -132,10 +132,11 @@ class RankView:
         sizes = {unit: sum(spec.size for spec in units[unit].values()) for unit in completed}
         kinds = {
             unit: (
-                any(spec.splits for spec in units[unit].values()), self.layout.shardings[unit].axes
+                any(spec.splits for spec in units[unit].values()),
+                self.layout.shardings[unit].axes,
             )
             for unit in completed
-        }  # fmt: skip
+        }
         groups: list[list[str]] = []
         for unit in completed:
             together = sum(sizes[name] for name in [*(groups[-1] if groups else ()), unit])
@@ -191,9 +192,11 @@ class RankView:
         `phase`, `collective`, `counts` and `options` are attributes of `PredictedCall`.
         """
         defaults: dict[str, Any] = {
-            "itemsize": self.dtype.itemsize, "algorithm": self.layout.algorithm,
-            "groups": self.groups(axes), "axis": ",".join(axes),
-        }  # fmt: skip
+            "itemsize": self.dtype.itemsize,
+            "algorithm": self.layout.algorithm,
+            "groups": self.groups(axes),
+            "axis": ",".join(axes),
+        }
         return PredictedCall(phase, collective, counts=counts, **(defaults | options))
 
 

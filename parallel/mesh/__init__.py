@@ -18,6 +18,17 @@ from parallel.mesh.placement import (
 )
 
 __all__ = [
-    "AXES", "ROW_AXES", "Box", "Mesh", "Piece", "Placement", "Shape", "Split", "boxes_of_range",
-    "length", "pieces_of", "span", "split",
-]  # fmt: skip
+    "AXES",
+    "ROW_AXES",
+    "Box",
+    "Mesh",
+    "Piece",
+    "Placement",
+    "Shape",
+    "Split",
+    "boxes_of_range",
+    "length",
+    "pieces_of",
+    "span",
+    "split",
+]

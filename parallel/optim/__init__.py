@@ -10,7 +10,22 @@ from parallel.optim.precision import DTYPES, LossScale, dtype_of, master_dtype
 from parallel.optim.storage import DEVICE_COLUMNS, OFFLOADED, Disk, HostMemory, Storage
 
 __all__ = [
-    "DEVICE_COLUMNS", "DTYPES", "OFFLOADED", "SGD", "Adam", "AdamW", "Disk", "HostMemory",
-    "LossScale", "Offload", "Optimizer", "Storage", "bytes_moved", "dtype_of", "master_dtype",
-    "offloaded_bytes", "pieces", "state_bytes",
-]  # fmt: skip
+    "DEVICE_COLUMNS",
+    "DTYPES",
+    "OFFLOADED",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Disk",
+    "HostMemory",
+    "LossScale",
+    "Offload",
+    "Optimizer",
+    "Storage",
+    "bytes_moved",
+    "dtype_of",
+    "master_dtype",
+    "offloaded_bytes",
+    "pieces",
+    "state_bytes",
+]

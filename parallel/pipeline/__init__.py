@@ -14,7 +14,19 @@ from parallel.pipeline.times import Times
 from parallel.pipeline.validation import InvalidSchedule, validate
 
 __all__ = [
-    "SCHEDULES", "Formula", "InvalidSchedule", "Schedule", "ScheduleInfo", "Simulation",
-    "Times", "computations", "make", "parse", "read_csv", "simulate", "validate",
-    "with_messages", "write_csv",
-]  # fmt: skip
+    "SCHEDULES",
+    "Formula",
+    "InvalidSchedule",
+    "Schedule",
+    "ScheduleInfo",
+    "Simulation",
+    "Times",
+    "computations",
+    "make",
+    "parse",
+    "read_csv",
+    "simulate",
+    "validate",
+    "with_messages",
+    "write_csv",
+]

@@ -96,9 +96,19 @@ def compare(options: argparse.Namespace) -> list[str]:
     p, m = options.stages, options.micro_batches
     table = cli.table_with(
         "schedule",
-        numbers=["stages", "time", "bubble", "formula", "published", "of total", "of work", "kept",
-                 "versions", "messages"],
-    )  # fmt: skip
+        numbers=[
+            "stages",
+            "time",
+            "bubble",
+            "formula",
+            "published",
+            "of total",
+            "of work",
+            "kept",
+            "versions",
+            "messages",
+        ],
+    )
     left_out = []
     for name, info in SCHEDULES.items():
         try:
@@ -133,19 +143,32 @@ def row(simulation: Simulation, info: ScheduleInfo) -> list[str]:
     versions = max(simulation.versions(r)[1] for r in range(p)) if schedule.is_asynchronous else 1
     numbers = [simulation.makespan * share, simulation.bubble * share]
     return [
-        str(schedule.num_stages), *(f"{float(x):g}" for x in numbers),
-        by_formula[0] if info.bubble.holds(*case) else "-", by_formula[1],
-        *(f"{float(x):.1%}" for x in simulation.fractions), f"{float(kept * share):g}",
-        str(versions), str(sum(simulation.num_messages)),
-    ]  # fmt: skip
+        str(schedule.num_stages),
+        *(f"{float(x):g}" for x in numbers),
+        by_formula[0] if info.bubble.holds(*case) else "-",
+        by_formula[1],
+        *(f"{float(x):.1%}" for x in simulation.fractions),
+        f"{float(kept * share):g}",
+        str(versions),
+        str(sum(simulation.num_messages)),
+    ]
 
 
 def formulas(options: argparse.Namespace) -> list[str]:
     """Print what each schedule costs, as text; return what the letters mean."""
     table = cli.table_with(
-        "schedule", "what it is", "source", "stages of a rank", "bubble", "if", "published bubble",
-        "activations kept", "messages", "needs", numbers=[],
-    )  # fmt: skip
+        "schedule",
+        "what it is",
+        "source",
+        "stages of a rank",
+        "bubble",
+        "if",
+        "published bubble",
+        "activations kept",
+        "messages",
+        "needs",
+        numbers=[],
+    )
     for name, info in SCHEDULES.items():
         chunks = "v" if name == "interleaved" else str(info.num_chunks)
         published = (info.published or info.bubble).text
@@ -162,8 +185,10 @@ def formulas(options: argparse.Namespace) -> list[str]:
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
-    "show": show, "compare": compare, "formulas": formulas,
-}  # fmt: skip
+    "show": show,
+    "compare": compare,
+    "formulas": formulas,
+}
 
 
 def times_of(word: str) -> Times:
@@ -191,12 +216,21 @@ def parser() -> argparse.ArgumentParser:
             add("--chunks", type=positive, help="stages on a rank; of interleaved only")
             add("--messages", action="store_true", help="show lists with sends and receives")
             add("--svg", type=output_file, metavar="FILE", help="write a drawing")
-            add("--csv", type=output_file, metavar="FILE",
-                help="write the lists as PyTorch reads them")  # fmt: skip
+            add(
+                "--csv",
+                type=output_file,
+                metavar="FILE",
+                help="write the lists as PyTorch reads them",
+            )
         add("--stages", type=positive, default=4, metavar="P", help="ranks; default: %(default)s")
         add("--micro-batches", type=positive, default=8, metavar="M", help="default: %(default)s")
-        add("--times", type=times_of, default=Times(), metavar="F:I:W",
-            help="of a stage; default: 1:1:1")  # fmt: skip
+        add(
+            "--times",
+            type=times_of,
+            default=Times(),
+            metavar="F:I:W",
+            help="of a stage; default: 1:1:1",
+        )
     return parse
 
 

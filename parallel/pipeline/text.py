@@ -28,10 +28,13 @@ from parallel.pipeline.actions import (
 from parallel.pipeline.schedule import Lists, Schedule
 
 KINDS: dict[str, Callable[[int, int], Action]] = {
-    **{kind.letter: kind for kind in COMPUTATIONS}, "UPDATE": Update,
-    "SEND_F": partial(Send, direction="F"), "SEND_B": partial(Send, direction="B"),
-    "RECV_F": partial(Receive, direction="F"), "RECV_B": partial(Receive, direction="B"),
-}  # fmt: skip
+    **{kind.letter: kind for kind in COMPUTATIONS},
+    "UPDATE": Update,
+    "SEND_F": partial(Send, direction="F"),
+    "SEND_B": partial(Send, direction="B"),
+    "RECV_F": partial(Receive, direction="F"),
+    "RECV_B": partial(Receive, direction="B"),
+}
 SINGLE = re.compile(r"([0-9]{1,9})([A-Z_]+?)([0-9]{1,9})")
 OF_SHARDING = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD)")
 PAIR = re.compile(r"\((.+)\)OVERLAP_F_B")

@@ -7,12 +7,4 @@ and send on a rank of a mesh that does not exist.
 from parallel.plan.candidates import Candidate, Job, Machine, candidates_for
 from parallel.plan.cost import Cost, cost_of, forward_flops
 
-__all__ = [
-    "Candidate",
-    "Cost",
-    "Job",
-    "Machine",
-    "candidates_for",
-    "cost_of",
-    "forward_flops",
-]  # fmt: skip
+__all__ = ["Candidate", "Cost", "Job", "Machine", "candidates_for", "cost_of", "forward_flops"]

@@ -67,9 +67,13 @@ def wanted(options: argparse.Namespace) -> tuple[Job, Machine]:
     if options.hidden % options.heads:
         raise ValueError(f"{options.heads} heads do not divide {options.hidden}")
     job = Job(
-        options.layers, options.hidden, options.heads, options.context, options.vocab_size,
+        options.layers,
+        options.hidden,
+        options.heads,
+        options.context,
+        options.vocab_size,
         options.batch,
-    )  # fmt: skip
+    )
     return job, Machine(
         num_hosts, on_each, options.gpu_memory, options.flops, 1e9 * within, 1e9 * between
     )
@@ -117,9 +121,16 @@ def zero_alone(job: Job, machine: Machine, table: Any) -> str:
 
 
 HEADS = (
-    "rows", "states GB", "activations GB", "tensor GB", "data GB", "pipe GB", "bubble", "step s",
+    "rows",
+    "states GB",
+    "activations GB",
+    "tensor GB",
+    "data GB",
+    "pipe GB",
+    "bubble",
+    "step s",
     "TFLOP/s",
-)  # fmt: skip
+)
 
 
 def words(candidate: Candidate) -> list[str]:
@@ -139,9 +150,12 @@ def numbers(job: Job, machine: Machine, cost: Cost, candidate: Candidate) -> lis
     gigabytes = [f"{x / 1e9:.2f}" for x in (cost.states, cost.activations, *sent)]
     speed = job.flops / cost.seconds / machine.num_ranks / 1e12
     return [
-        str(candidate.micro_batch), *gigabytes, f"{cost.bubble:.1%}", f"{cost.seconds:.2f}",
+        str(candidate.micro_batch),
+        *gigabytes,
+        f"{cost.bubble:.1%}",
+        f"{cost.seconds:.2f}",
         f"{speed:.0f}",
-    ]  # fmt: skip
+    ]
 
 
 KEPT = ("parameters", "gradients", "master", "optimizer")
@@ -207,14 +221,28 @@ def parser() -> argparse.ArgumentParser:
     add("--vocab-size", type=positive, default=51200, help="default: %(default)s")
     add("--batch", type=positive, default=1536, help="rows of all ranks; default: %(default)s")
     add("--ranks", type=positive, help="number of GPUs; default: those of the hosts")
-    add("--hosts", type=pair("x", int), metavar="HxG",
+    add(
+        "--hosts",
+        type=pair("x", int),
+        metavar="HxG",
         help=f"hosts, and GPUs on each; default: {HOSTS}x{ON_EACH}, or hosts of {ON_EACH} for"
-        " --ranks")  # fmt: skip
+        " --ranks",
+    )
     add("--gpu-memory", type=cli.number, default=80e9, metavar="BYTES", help="default: 80G")
-    add("--flops", type=cli.number, default=150e12, metavar="N",
-        help="operations a second that a GPU reaches; default: 150T")  # fmt: skip
-    add("--links", type=pair(":", float), default=(250.0, 25.0), metavar="W:B",
-        help="GB/s of a rank within a host and between hosts; default: 250:25")  # fmt: skip
+    add(
+        "--flops",
+        type=cli.number,
+        default=150e12,
+        metavar="N",
+        help="operations a second that a GPU reaches; default: 150T",
+    )
+    add(
+        "--links",
+        type=pair(":", float),
+        default=(250.0, 25.0),
+        metavar="W:B",
+        help="GB/s of a rank within a host and between hosts; default: 250:25",
+    )
     add("--tokens", type=cli.number, default=300e9, metavar="N", help="of a run; default: 300G")
     add("--rows", type=positive, default=10, help="layouts to list; default: %(default)s")
     return parse

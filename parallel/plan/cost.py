@@ -75,10 +75,15 @@ def divided(job: Job, tensor: int, micro_batch: int, recompute: str) -> Divided:
     """
     mesh = Mesh(None, tensor=tensor)
     model = gpt(
-        num_layers=job.num_layers, hidden=job.hidden, num_heads=job.num_heads,
-        context=job.context, vocab_size=job.vocab_size, recompute=RECOMPUTE[recompute],
-        mesh=mesh if tensor > 1 else None, sequence_parallel="gather" if tensor > 1 else None,
-    )  # fmt: skip
+        num_layers=job.num_layers,
+        hidden=job.hidden,
+        num_heads=job.num_heads,
+        context=job.context,
+        vocab_size=job.vocab_size,
+        recompute=RECOMPUTE[recompute],
+        mesh=mesh if tensor > 1 else None,
+        sequence_parallel="gather" if tensor > 1 else None,
+    )
     tokens = ArraySpec.tokens(micro_batch, job.context, width=job.width)
     message = model.inputs(tokens)["block0"].nbytes
     return Divided(model, model.activation_bytes(tokens), model.traffic(tokens), message)

@@ -10,6 +10,15 @@ from parallel.predict.time import Prices, Span, StepTime, simulate_step
 from parallel.predict.traffic import RunSize, start_traffic, step_traffic, with_checks
 
 __all__ = [
-    "Prices", "RunSize", "Span", "StepMemory", "StepTime", "simulate_step", "start_traffic",
-    "step_picture", "step_tasks", "step_traffic", "with_checks",
-]  # fmt: skip
+    "Prices",
+    "RunSize",
+    "Span",
+    "StepMemory",
+    "StepTime",
+    "simulate_step",
+    "start_traffic",
+    "step_picture",
+    "step_tasks",
+    "step_traffic",
+    "with_checks",
+]

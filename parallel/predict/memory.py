@@ -55,10 +55,13 @@ class StepMemory:
         """
         view = self.view
         kept = state_bytes(
-            sum(view.unit_sizes.values()), self.num_updated, view.dtype,
-            sharded=view.sharding.divided, num_states=self.num_states,
+            sum(view.unit_sizes.values()),
+            self.num_updated,
+            view.dtype,
+            sharded=view.sharding.divided,
+            num_states=self.num_states,
             is_offloaded=self.offloads_updates,
-        )  # fmt: skip
+        )
         if (schedule := view.stages.schedule).is_asynchronous:
             kept["parameters"] *= simulate(schedule).versions(view.pipe_index)[1]
         peak: Counter[str] = Counter()
@@ -93,9 +96,12 @@ class StepMemory:
     def moved_by_updates(self, num_updates: int, num_loads: int) -> dict[str, int]:
         """Return the bytes that updates of all units, and loads of masters, move, by column."""
         return bytes_moved(
-            self.num_updated, self.view.dtype,
-            num_states=self.num_states, num_updates=num_updates, num_loads=num_loads,
-        )  # fmt: skip
+            self.num_updated,
+            self.view.dtype,
+            num_states=self.num_states,
+            num_updates=num_updates,
+            num_loads=num_loads,
+        )
 
     def saved_in_step(self, rows: int, context: int, whole: BatchSize | None = None) -> int:
         """Return the bytes that the layers of the rank save in a step; see `Kept`."""

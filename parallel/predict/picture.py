@@ -11,8 +11,14 @@ _WIDTH, _HIGH, _LEFT, _TOP = 1000, 26, 60, 66  # pixels of the step, of a row, a
 _FILLS = {"forward": "#e8e8e8", "backward": "#a8a8a8"}
 # Patterns of axes, which differ in grey as well: lines to the right, to the left, crossed, dots.
 _PATTERNS = (
-    "M0 6L6 0", "M0 0L6 6", "M0 6L6 0M0 0L6 6", "M3 2V4", "M0 3H6", "M3 0V6", "M0 3H6M3 0V6",
-)  # fmt: skip
+    "M0 6L6 0",
+    "M0 0L6 6",
+    "M0 6L6 0M0 0L6 6",
+    "M3 2V4",
+    "M0 3H6",
+    "M3 0V6",
+    "M0 3H6M3 0V6",
+)
 
 
 def step_picture(step: StepTime, title: str) -> str:

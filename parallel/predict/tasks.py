@@ -116,10 +116,15 @@ class TaskClock:
     def _collective(self, call: PredictedCall, group: tuple[int, ...], stream: Stream) -> None:
         """Run a collective in a group of ranks."""
         (program,) = programs(
-            call.collective, len(group), call.counts, itemsize=call.itemsize,
-            algorithm=call.algorithm, root=call.root, in_place=call.in_place,
+            call.collective,
+            len(group),
+            call.counts,
+            itemsize=call.itemsize,
+            algorithm=call.algorithm,
+            root=call.root,
+            in_place=call.in_place,
             ranks=[group.index(self.view.rank)],
-        )  # fmt: skip
+        )
         stream.run(program, self.machine, group, self._number(call.axis, group))
 
     def _exchange(

@@ -15,6 +15,13 @@ from parallel.run.scalars import MissingGradient, sum_of_squares
 from parallel.run.trainer import Trainer
 
 __all__ = [
-    "DIGEST_BYTES", "REPORT", "MissingGradient", "ModelMismatch", "RankArrays", "Trainer",
-    "format_ranks", "raise_on_all_ranks", "sum_of_squares",
-]  # fmt: skip
+    "DIGEST_BYTES",
+    "REPORT",
+    "MissingGradient",
+    "ModelMismatch",
+    "RankArrays",
+    "Trainer",
+    "format_ranks",
+    "raise_on_all_ranks",
+    "sum_of_squares",
+]

@@ -12,9 +12,12 @@ from parallel.run.trainer import Trainer
 def step_memory(trainer: Trainer) -> StepMemory:
     """Return the prediction of what a rank keeps, for the offloads of a `trainer`."""
     return StepMemory(
-        trainer.view, trainer.actions, len(trainer.optimizer.STATES), is_offloaded(trainer),
+        trainer.view,
+        trainer.actions,
+        len(trainer.optimizer.STATES),
+        is_offloaded(trainer),
         bool(trainer.activations.columns),
-    )  # fmt: skip
+    )
 
 
 def is_offloaded(trainer: Trainer) -> bool:

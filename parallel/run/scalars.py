@@ -12,14 +12,7 @@ from parallel.optim import pieces
 from parallel.run.agreement import format_ranks
 from parallel.run.arrays import RankArrays
 from parallel.run.computing import MicroBatches
-from parallel.step import (
-    SCALAR_ALGORITHM,
-    FindUnused,
-    SendNorm,
-    SumCounts,
-    SumLoss,
-    SumNorm,
-)
+from parallel.step import SCALAR_ALGORITHM, FindUnused, SendNorm, SumCounts, SumLoss, SumNorm
 
 
 class MissingGradient(ValueError):  # noqa: N818 - named like the errors of `collectives`

@@ -148,12 +148,7 @@ class Trainer(RankRun):
         return self.layout.batch_part(self.rank)
 
     def train(
-        self,
-        steps: int,
-        batch: BatchFunction,
-        total: int,
-        show: ProgressCallback,
-        first: int = 0,
+        self, steps: int, batch: BatchFunction, total: int, show: ProgressCallback, first: int = 0
     ) -> list[float]:
         """Make steps `first` to `steps` (exclusive) and return their losses.
 

@@ -119,18 +119,16 @@ class Sharding:
         axes along which ranks compute different tokens; ``"context"`` may be one.
         """
         return cls(
-            reduction=AllReduce() if hook is None else hook, shard_axes=axes,
-            bucket_bytes=bucket_bytes, find_unused_parameters=find_unused_parameters,
+            reduction=AllReduce() if hook is None else hook,
+            shard_axes=axes,
+            bucket_bytes=bucket_bytes,
+            find_unused_parameters=find_unused_parameters,
             broadcast_algorithm=broadcast_algorithm,
-        )  # fmt: skip
+        )
 
     @classmethod
     def zero(
-        cls,
-        stage: int,
-        *,
-        keep_after_forward: bool = False,
-        axes: tuple[str, ...] = ("data",),
+        cls, stage: int, *, keep_after_forward: bool = False, axes: tuple[str, ...] = ("data",)
     ) -> Sharding:
         """Return the sharding of ZeRO: ranks divide optimizer states, gradients and parameters too.
 
@@ -157,9 +155,8 @@ class Sharding:
         if keep_after_forward and stage < 3:
             raise ValueError(f"ZeRO-{stage} gathers no parameters: it has no keep_after_forward")
         return cls(
-            DIVIDED[stage], ReduceScatter(), shard_axes=axes,
-            keep_after_forward=keep_after_forward,
-        )  # fmt: skip
+            DIVIDED[stage], ReduceScatter(), shard_axes=axes, keep_after_forward=keep_after_forward
+        )
 
     @classmethod
     def hsdp(cls, *, keep_after_forward: bool = False) -> Sharding:
@@ -216,9 +213,12 @@ class Sharding:
         parameters.  The paper sends gradients in four bits.
         """
         return cls(
-            DIVIDED[3], QuantizedExchange(block, "shard", "replicate", gradient_bits),
-            QuantizedGather(block), shard_axes=("replicate", "shard"), secondary_axes=("shard",),
-        )  # fmt: skip
+            DIVIDED[3],
+            QuantizedExchange(block, "shard", "replicate", gradient_bits),
+            QuantizedGather(block),
+            shard_axes=("replicate", "shard"),
+            secondary_axes=("shard",),
+        )
 
     @classmethod
     def local_updates(
@@ -244,9 +244,13 @@ class Sharding:
     def parameter_server(cls, server: int = 0) -> Sharding:
         """Return the sharding of a synchronous parameter server on rank `server`."""
         return cls(
-            DIVIDED[1], ReduceToServer(), BroadcastFromServer(), shard_axes=("data",),
-            broadcast_algorithm="linear", server=server,
-        )  # fmt: skip
+            DIVIDED[1],
+            ReduceToServer(),
+            BroadcastFromServer(),
+            shard_axes=("data",),
+            broadcast_algorithm="linear",
+            server=server,
+        )
 
     # What follows
 

@@ -23,9 +23,11 @@ from parallel.step.scalars import FindUnused, SendNorm, SumCounts, SumLoss, SumN
 from parallel.step.units import Average, Reduce, Reshard, UnitAction, Unshard, WaitForCalls
 
 OF_LAYER: dict[type[of_stage.Computation], type[LayerAction]] = {
-    of_stage.Forward: LayerForward, of_stage.Backward: LayerBackward,
-    of_stage.BackwardInput: LayerBackwardInput, of_stage.BackwardWeight: LayerBackwardWeight,
-}  # fmt: skip
+    of_stage.Forward: LayerForward,
+    of_stage.Backward: LayerBackward,
+    of_stage.BackwardInput: LayerBackwardInput,
+    of_stage.BackwardWeight: LayerBackwardWeight,
+}
 ADD_TO_GRADIENTS = LayerBackward, LayerBackwardWeight
 
 
@@ -75,11 +77,13 @@ class _Lowering:
         is_forward = isinstance(action, of_stage.Forward)
         return [
             kind(
-                layer=layer, stage=action.stage, micro_batch=action.micro_batch,
+                layer=layer,
+                stage=action.stage,
+                micro_batch=action.micro_batch,
                 phase="forward" if is_forward else "backward",
             )
             for layer in (layers if is_forward else layers[::-1])
-        ]  # fmt: skip
+        ]
 
     def message(self, action: of_stage.Message) -> None:
         """Send or receive what a stage computes."""

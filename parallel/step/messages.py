@@ -59,10 +59,13 @@ class Send(StageMessage):
             if layout.model_part(source) == view.model_part:
                 tokens = layout.tokens_in(batch, self.message.micro_batch, source)
                 yield view.predicted(
-                    f"{self.phase}/{self.message.label}", "send",
-                    layout.inputs_of(tokens)[self.message.layer].size, self.axes, algorithm="",
+                    f"{self.phase}/{self.message.label}",
+                    "send",
+                    layout.inputs_of(tokens)[self.message.layer].size,
+                    self.axes,
+                    algorithm="",
                     groups=((source, group[self.message.peer]),),
-                )  # fmt: skip
+                )
 
     def like(self, model: Model) -> Action:
         return replace(self, message=self.message._replace(micro_batch=0, tag=0))

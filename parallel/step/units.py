@@ -96,11 +96,15 @@ class Reduce(UnitAction):
         options = {"itemsize": view.reduce_dtype.itemsize, "in_place": True}
         return [  # shards differ in size
             view.predicted(
-                phase, "all_reduce", view.shard_size(self.part, group[0]), self.axes,
-                groups=(group,), **options,
+                phase,
+                "all_reduce",
+                view.shard_size(self.part, group[0]),
+                self.axes,
+                groups=(group,),
+                **options,
             )
             for group in view.groups(self.axes)
-        ]  # fmt: skip
+        ]
 
     def pass_time(self, clock: Clock, view: RankView) -> None:
         clock.start(self, STARTED_CALLS)

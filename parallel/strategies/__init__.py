@@ -8,6 +8,11 @@ from parallel.strategies.elastic import Elastic, ReplicaMismatch, digest, surviv
 from parallel.strategies.sync_server import SyncParameterServer
 
 __all__ = [
-    "AsyncParameterServer", "Elastic", "ReplicaMismatch", "Staleness", "SyncParameterServer",
-    "digest", "survive",
-]  # fmt: skip
+    "AsyncParameterServer",
+    "Elastic",
+    "ReplicaMismatch",
+    "Staleness",
+    "SyncParameterServer",
+    "digest",
+    "survive",
+]

@@ -185,8 +185,9 @@ def test_every_entry_of_the_list_is_an_algorithm() -> None:
 LINK = Link(overhead_seconds=1, latency_seconds=10, gap_seconds=3, seconds_per_byte=0.5)
 MACHINE = Machine(
     {"same_host": (LINK,), "other_host": (LINK._replace(latency_seconds=1000),)},
-    call_seconds=100, combine_seconds_per_byte=2,
-)  # fmt: skip
+    call_seconds=100,
+    combine_seconds_per_byte=2,
+)
 
 
 def priced(

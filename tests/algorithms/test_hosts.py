@@ -53,10 +53,15 @@ def test_costs_are_as_counted_on_all_hosts(
         sizes = even_sizes(collective, entry.case(hosts.size, per_host=hosts), n)
         roots = range(hosts.size) if SPECS[collective].is_rooted else [None]
         found = [
-            count([entry.schedule(rank, hosts.size, root, per_host=hosts)
-                   for rank in range(hosts.size)], sizes)
+            count(
+                [
+                    entry.schedule(rank, hosts.size, root, per_host=hosts)
+                    for rank in range(hosts.size)
+                ],
+                sizes,
+            )
             for root in roots
-        ]  # fmt: skip
+        ]
         for cost in found[0]._fields:
             stated = getattr(entry, cost)(hosts.size, n, per_host=hosts)
             assert stated == max(getattr(counts, cost) for counts in found), cost

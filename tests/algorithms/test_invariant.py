@@ -162,8 +162,11 @@ def test_every_element_of_a_program_is_the_tree(collective: str, name: str) -> N
         parts = even_counts(3, size)
         starts = [sum(parts[:rank]) for rank in range(size)]
         for rank, found in enumerate(got):
-            whole = slice(None) if collective == "all_reduce" else slice(
-                starts[rank], starts[rank] + parts[rank])  # fmt: skip
+            whole = (
+                slice(None)
+                if collective == "all_reduce"
+                else slice(starts[rank], starts[rank] + parts[rank])
+            )
             assert found == want[whole]
 
 
@@ -317,36 +320,43 @@ def test_what_is_sent_is_predicted() -> None:
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] = {
     "more ranks than shards": (
-        ValueError, "a number of ranks up to that of the shards only, not 3",
+        ValueError,
+        "a number of ranks up to that of the shards only, not 3",
         lambda comm: comm.all_reduce(np.ones((1, 2)), shards=2),
     ),
     "another number of rows": (
-        ValueError, r"rank \d has \d of 5 shards, x has 3",
+        ValueError,
+        r"rank \d has \d of 5 shards, x has 3",
         lambda comm: comm.all_reduce(np.ones((3, 2)), shards=5),
     ),
     "a number": (
-        ValueError, r"rank \d has 1 of 3 shards, x is 0-d",
+        ValueError,
+        r"rank \d has 1 of 3 shards, x is 0-d",
         lambda comm: comm.all_reduce(np.ones(()), shards=3),
     ),
     "no shards": (ValueError, "at least 1", lambda comm: comm.all_reduce(np.ones(1), shards=0)),
     "a float": (TypeError, "shards", lambda comm: comm.all_reduce(np.ones(1), shards=3.0)),
     "another algorithm": (
-        ValueError, "by ring takes no shards; those that do: invariant, invariant_one_shot",
+        ValueError,
+        "by ring takes no shards; those that do: invariant, invariant_one_shot",
         lambda comm: comm.all_reduce(np.ones((1, 2)), shards=3, algorithm="ring"),
     ),
     "only the algorithm": (
-        ValueError, r"by invariant\(shards=3\) needs shards=3",
+        ValueError,
+        r"by invariant\(shards=3\) needs shards=3",
         lambda comm: comm.all_reduce(np.ones((1, 2)), algorithm="invariant(shards=3)"),
     ),
     "two numbers": (
-        ValueError, "shards must be 4, got 3",
+        ValueError,
+        "shards must be 4, got 3",
         lambda comm: comm.all_reduce(np.ones((1, 2)), shards=3, algorithm="invariant(shards=4)"),
     ),
     "an out of all shards": (
-        ValueError, "out has shape",
+        ValueError,
+        "out has shape",
         lambda comm: comm.all_reduce(np.ones((1, 2)), shards=3, out=np.empty((1, 2))),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)

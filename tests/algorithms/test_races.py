@@ -63,13 +63,7 @@ def steps(collective: str, name: str) -> Iterator[tuple[Step, Offset]]:
                     parts = counts(collective, size)
                     for offset in offsets(collective, rank, root, parts):
                         made = compile_lane(
-                            entry,
-                            rank,
-                            size,
-                            root,
-                            parts,
-                            tuple(options.items()),
-                            offset,
+                            entry, rank, size, root, parts, tuple(options.items()), offset
                         )
                         space = "none" if made.copies_input else offset
                         yield from ((step, space) for step in made.steps)

@@ -64,10 +64,7 @@ def refused(collective: str, *schedules: list[Round], num_pieces: int = 1, **key
     return str(error.value)
 
 
-PAIR = [
-    [(Send(1, [0]), RecvReduce(1, [0], "right"))],
-    [(Send(0, [0]), RecvReduce(0, [0], "left"))],
-]
+PAIR = [[(Send(1, [0]), RecvReduce(1, [0], "right"))], [(Send(0, [0]), RecvReduce(0, [0], "left"))]]
 
 
 def test_the_right_schedule_of_two_ranks_passes() -> None:

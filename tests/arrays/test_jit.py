@@ -184,10 +184,7 @@ def test_what_is_in_the_cache_is_loaded_beside_others_that_load(
 
 @pytest.mark.parametrize("damaged", ["*.nbi", "*.nbc"])
 def test_a_damaged_cache_is_repaired(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    damaged: str,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, damaged: str
 ) -> None:
     jit.pointer(adding(1), "int64(int64)")
     [file] = tmp_path.rglob(damaged)

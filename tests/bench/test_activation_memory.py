@@ -17,9 +17,13 @@ from tests.parallel.split_layers import bound_by_name
 
 SMALL = {"rows": 2, "context": 8, "hidden": 12, "num_heads": 4}
 HOW: list[dict[str, Any]] = [  # is made each row of the table
-    {}, {"sequence_parallel": "gather"}, {"sequence_parallel": "keep"}, {"recompute": HEADS},
-    {"sequence_parallel": "gather", "recompute": HEADS}, {"recompute": ["block*"]},
-]  # fmt: skip
+    {},
+    {"sequence_parallel": "gather"},
+    {"sequence_parallel": "keep"},
+    {"recompute": HEADS},
+    {"sequence_parallel": "gather", "recompute": HEADS},
+    {"recompute": ["block*"]},
+]
 
 
 def table(size: int, sizes: dict[str, int]) -> list[list[ActivationRow]]:
@@ -91,9 +95,13 @@ def test_the_formulas_are_those_of_the_paper() -> None:
     n, scores = 2048 * 4 * 6144, Fraction(5 * 64 * 2048, 6144)
     rows = table(8, sizes)[0]
     assert [row.paper for row in rows] == [
-        n * (10 + 3 + scores / 8), n * (34 + scores) / 8, n * (34 + scores) / 8,
-        n * 13, Fraction(34 * n, 8), 2 * n,
-    ]  # fmt: skip
+        n * (10 + 3 + scores / 8),
+        n * (34 + scores) / 8,
+        n * (34 + scores) / 8,
+        n * 13,
+        Fraction(34 * n, 8),
+        2 * n,
+    ]
 
 
 def test_unequal_parts_are_refused() -> None:

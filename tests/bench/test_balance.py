@@ -23,8 +23,20 @@ from moe.gates.selections import by_choice
 from parallel import text
 
 SMALL = Settings(steps=3, last=2, num_experts=4, num_layers=2, hidden=8, rows=2, context=16)
-WORDS = ["--steps", "2", "--seeds", "2", "--experts", "4", "--hidden", "8", "--batch", "2",
-         "--context", "16"]  # fmt: skip
+WORDS = [
+    "--steps",
+    "2",
+    "--seeds",
+    "2",
+    "--experts",
+    "4",
+    "--hidden",
+    "8",
+    "--batch",
+    "2",
+    "--context",
+    "16",
+]
 
 
 @pytest.fixture(scope="module")

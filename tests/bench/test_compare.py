@@ -27,10 +27,18 @@ SIZES = 8, 64
 def a_result() -> dict:
     keys = {"collective": "all_reduce", "dtype": "float32", "op": "sum", "root": -1}
     rows = [
-        {**keys, "size": size, "count": size, "name": name, "algorithm": None,
-         "out_of_place": copy.deepcopy(FORM), "in_place": None}
-        for size in SIZES for name in ("ring", "native")
-    ]  # fmt: skip
+        {
+            **keys,
+            "size": size,
+            "count": size,
+            "name": name,
+            "algorithm": None,
+            "out_of_place": copy.deepcopy(FORM),
+            "in_place": None,
+        }
+        for size in SIZES
+        for name in ("ring", "native")
+    ]
     return {"ranks": 2, "arrays": "numpy", "average": "greatest", "mpi": "MPI 1", "rows": rows}
 
 
@@ -57,8 +65,9 @@ def compared(tmp_path, capsys):
 def test_between_a_result_and_itself_nothing_changed(compared):
     status, said = compared(a_result(), "--fail-on-regression")
     assert (status, said) == (
-        0, "0 of 4 times changed by more than the noise: 0 slower, 0 faster\n"
-    )  # fmt: skip
+        0,
+        "0 of 4 times changed by more than the noise: 0 slower, 0 faster\n",
+    )
 
 
 def test_a_regression_is_printed_and_fails_only_if_asked(compared):

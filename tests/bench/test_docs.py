@@ -78,9 +78,14 @@ def test_a_missing_end_marker_is_refused():
 # The tables of speed
 
 FACTS = {
-    "date": "2026-11-23", "commit": "1234567", "packages": "collectives", "code": "0123456789ab",
-    "machine": "2 cores of a processor", "python": "3.12.0", "numpy": "2.4.0",
-}  # fmt: skip
+    "date": "2026-11-23",
+    "commit": "1234567",
+    "packages": "collectives",
+    "code": "0123456789ab",
+    "machine": "2 cores of a processor",
+    "python": "3.12.0",
+    "numpy": "2.4.0",
+}
 
 
 def speed_result(mpi: str, ratio: float, size: int = 8, *, is_met: bool | None = True) -> dict:
@@ -116,8 +121,9 @@ def readme_with(folder, *names: str):
 
 def test_the_tables_of_speed_have_a_column_for_each_mpi(tmp_path):
     readme = readme_with(tmp_path, "speed", "bandwidth")
-    files = written(tmp_path, speed_result("Open MPI 5.0", 1.5),
-        speed_result("MPICH 4.3", 0.5, is_met=False))  # fmt: skip
+    files = written(
+        tmp_path, speed_result("Open MPI 5.0", 1.5), speed_result("MPICH 4.3", 0.5, is_met=False)
+    )
     assert command(tmp_path, "--check", *files) == 1
     assert command(tmp_path, *files) == 0 and command(tmp_path, "--check", *files) == 0
     text = readme.read_text()
@@ -258,8 +264,9 @@ def test_a_picture_has_an_arrow_for_each_message():
 
 
 def test_every_algorithm_says_when_to_use_it():
-    entries = [algorithms.info(c, name) for c in algorithms.collectives() for name in
-        algorithms.names(c)]  # fmt: skip
+    entries = [
+        algorithms.info(c, name) for c in algorithms.collectives() for name in algorithms.names(c)
+    ]
     assert [entry.label for entry in entries if not entry.use.startswith("Use it ")] == []
 
 

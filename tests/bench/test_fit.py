@@ -75,11 +75,13 @@ def test_one_time_that_was_disturbed_decides_little() -> None:
 
 def sizes_divided(*patterns: dict[int, float]) -> list[list[int]]:
     """The groups of sizes, from the times of some patterns."""
-    return divided([
-        Sample(str(number), SAME_HOST, size, seconds)
-        for number, times in enumerate(patterns)
-        for size, seconds in times.items()
-    ])  # fmt: skip
+    return divided(
+        [
+            Sample(str(number), SAME_HOST, size, seconds)
+            for number, times in enumerate(patterns)
+            for size, seconds in times.items()
+        ]
+    )
 
 
 def test_sizes_are_divided_where_times_bend() -> None:

@@ -118,8 +118,12 @@ def test_it_starts_its_own_ranks_and_measures_all_collectives_that_have_an_algor
     sizes = ["-b", "64", "-e", "128", "-i", "64", "-n", "2", "-w", "0"]
     job = subprocess.run(
         [sys.executable, "-m", "bench", "all", *options, *sizes],
-        cwd=ROOT, timeout=100, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        timeout=100,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert job.returncode == 0, job.stdout + job.stderr
     rows = list(csv.DictReader(job.stdout.splitlines()))
     found = {(row["collective"], row["name"]) for row in rows}

@@ -21,10 +21,19 @@ NAMES = ["ring", "linear", "native", "memcpy", "bound"]
 def measured(tmp_path):
     keys = {"dtype": "float32", "op": "sum", "root": -1, "algorithm": None}
     rows = [
-        {**keys, "collective": collective, "size": size, "count": size, "name": name,
-         "out_of_place": FORM | {"seconds": 1e-6 * size}, "in_place": FORM}
-        for collective in ("all_reduce", "scan") for size in (8, 64, 512) for name in NAMES
-    ]  # fmt: skip
+        {
+            **keys,
+            "collective": collective,
+            "size": size,
+            "count": size,
+            "name": name,
+            "out_of_place": FORM | {"seconds": 1e-6 * size},
+            "in_place": FORM,
+        }
+        for collective in ("all_reduce", "scan")
+        for size in (8, 64, 512)
+        for name in NAMES
+    ]
     path = tmp_path / "result.json"
     path.write_text(json.dumps({"ranks": 2, "mpi": "Some MPI", "rows": rows}))
     return path
@@ -64,8 +73,10 @@ def test_the_form_can_be_chosen(measured):
     grouped = plot.grouped(read, "in_place")
     assert [len(lines) for lines in grouped.values()] == [5, 5]
     assert [size for size, _ in grouped["scan on 2 ranks, float32, sum, Some MPI"]["ring"]] == [
-        8, 64, 512,
-    ]  # fmt: skip
+        8,
+        64,
+        512,
+    ]
 
 
 def test_a_file_of_another_kind_is_refused(measured, tmp_path, capsys):

@@ -28,9 +28,14 @@ from collectives.launch import TIMED_OUT, launch
 
 PROGRAM = str(Path(__file__).with_name("rivals_program.py"))
 FAULTS = (
-    "right", "old", "wrong", "hanging", "failing on one", "not connecting",
+    "right",
+    "old",
+    "wrong",
+    "hanging",
+    "failing on one",
+    "not connecting",
     "connecting without one",
-)  # fmt: skip
+)
 SUMMARY = {"collective": "scan", "size": 8, "best": "ring", "best_seconds": 1e-6, "call": 2e-6}
 LATE = "it was not done after 2 s"
 Found = dict[str, Any]
@@ -58,8 +63,9 @@ def wrong(found: Found, name: str) -> dict[int, set[int]]:
     """By size, the numbers of wrong elements of a contender in both forms."""
     return {
         row["size"]: {row[form]["wrong"] for form in FORMS if row[form]}
-        for row in found["rows"] if row["name"] == name
-    }  # fmt: skip
+        for row in found["rows"]
+        if row["name"] == name
+    }
 
 
 ALL_RIGHT = {1024: {0}, 65536: {0}}

@@ -109,8 +109,9 @@ def test_each_measure_is_met_and_missed(measure, bound, good, bad, verdict):
 def test_the_rate_of_an_all_reduce_is_compared_with_that_of_a_copy():
     seconds = Limit(2, timed(1000, memcpy=1e-6)).seconds
     for share, is_met in ((0.91, True), (0.89, False)):
-        result = found(goal(MemoryRate(PLAN, 2), 0.9, 1000), timed(1000, memcpy=1e-6,
-            plan=seconds / share))  # fmt: skip
+        result = found(
+            goal(MemoryRate(PLAN, 2), 0.9, 1000), timed(1000, memcpy=1e-6, plan=seconds / share)
+        )
         assert result.value == pytest.approx(share) and result.is_met is is_met
 
 
@@ -119,9 +120,14 @@ def test_the_worst_size_is_judged_and_the_missed_ones_are_counted():
     result = found(goal(Ratio(PLAN), 1, 8, 16, 32), *cases)
     assert (result.worst, result.missed) == (16, [16, 32])
     assert speed_tables.goal_dict(result)["cells"] == [
-        "all-reduce", "plan", "8 B to 32 B", "not slower", "0.800", "16 B",
+        "all-reduce",
+        "plan",
+        "8 B to 32 B",
+        "not slower",
+        "0.800",
+        "16 B",
         "missed by 20.0%, at 2 of 3 sizes",
-    ]  # fmt: skip
+    ]
 
 
 def test_the_worst_difference_is_the_greatest():
@@ -135,8 +141,10 @@ def test_a_mean_is_geometric_and_one_bad_size_does_not_decide():
     result = found(wanted, *cases)
     assert result.value == pytest.approx(2.0) and result.verdict == "met"
     assert speed_tables.goal_dict(result)["cells"][3:6] == [
-        "at least 1.7x faster in the mean", "2.000", "the mean",
-    ]  # fmt: skip
+        "at least 1.7x faster in the mean",
+        "2.000",
+        "the mean",
+    ]
     assert found(wanted._replace(bound=2.5), *cases).verdict == "missed by 20.0%"
 
 
@@ -165,8 +173,17 @@ def test_the_summary_counts():
 @pytest.mark.parametrize(
     ("job", "collective", "ours", "targets"),
     [
-        (PAIR, "all_reduce", PLAN, {"not slower", "at least 1.7x faster in the mean",
-            "at least 3x faster", "at least 90% of the rate of a copy"}),
+        (
+            PAIR,
+            "all_reduce",
+            PLAN,
+            {
+                "not slower",
+                "at least 1.7x faster in the mean",
+                "at least 3x faster",
+                "at least 90% of the rate of a copy",
+            },
+        ),
         (PAIR, "all_reduce", CALL, {"at most 1 us above the plan", "at most 3% above the plan"}),
         (PAIR, "all_reduce", FRESH, {"not slower"}),
         (PAIR, "reduce_scatter", PLAN, {"not slower", "at least 2x faster in the mean"}),
@@ -181,7 +198,7 @@ def test_the_summary_counts():
         (OVERLAP, "sleep", AT_ONCE, {"at least 90% hidden"}),
         (WITH_GLOO, "all_reduce", PLAN, {"at least 50x faster", "at least 4x faster"}),
     ],
-)  # fmt: skip
+)
 def test_what_is_demanded(job, collective, ours, targets):
     mine = [each for each in GOALS if (each.job, each.collective) == (job, collective)]
     assert {each.target for each in mine if each.measure.ours == ours} == targets
@@ -322,8 +339,16 @@ def test_only_the_jobs_that_are_chosen_run():
     assert reasons == dict.fromkeys([PAIR, CROWD, MPI4PY, WITH_GLOO, OVERLAP], speed.NOT_CHOSEN)
 
 
-@pytest.mark.parametrize("words", [["--effort", "0"], ["--effort", "much"], ["--effort", "nan"],
-    ["--effort", "inf"], ["--job", "solo"]])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--effort", "0"],
+        ["--effort", "much"],
+        ["--effort", "nan"],
+        ["--effort", "inf"],
+        ["--job", "solo"],
+    ],
+)
 def test_options_without_a_meaning_are_refused(words, capsys):
     with pytest.raises(SystemExit) as stop:
         options(*words)

@@ -35,9 +35,14 @@ def test_numbers():
 
 def test_what_is_not_a_number_or_a_strategy_is_refused(capsys):
     for words in (
-        ["--ranks", "2,x"], ["--ranks", "0"], ["--ranks", "2,-1"], ["--micro-batches", "0"],
-        ["--only", "zero4"], ["--layers", "x"], ["--hidden", "0"],
-    ):  # fmt: skip
+        ["--ranks", "2,x"],
+        ["--ranks", "0"],
+        ["--ranks", "2,-1"],
+        ["--micro-batches", "0"],
+        ["--only", "zero4"],
+        ["--layers", "x"],
+        ["--hidden", "0"],
+    ):
         with pytest.raises(SystemExit):
             parsed(["strategies", *words])
         assert f"argument {words[0]}" in capsys.readouterr().err
@@ -112,20 +117,33 @@ STAR = matrix({(0, rank): 999 for rank in (1, 2, 3)})  # two of its three links 
 def result(**changes):
     """Of 100 parameters on 4 ranks in 5 steps of 2 seconds in all."""
     made = {
-        "parameters": 100, "ranks": 4, "steps": 5, "seconds": 2.0, "seconds_per_step": 0.3,
-        "traffic": {"matrices": {
-            "start": STAR, "backward": ring(1000), "loss": doubling(50), "finish": STAR,
-        }},
+        "parameters": 100,
+        "ranks": 4,
+        "steps": 5,
+        "seconds": 2.0,
+        "seconds_per_step": 0.3,
+        "traffic": {
+            "matrices": {
+                "start": STAR,
+                "backward": ring(1000),
+                "loss": doubling(50),
+                "finish": STAR,
+            }
+        },
         "ranks_kept": [
             {
-                "parameters": [0, 200], "gradients": [0, 100], "optimizer": [0, 60],
-                "master": [0, 40], "activations": [0, 10**6], "buffers": [0, 10**6],
+                "parameters": [0, 200],
+                "gradients": [0, 100],
+                "optimizer": [0, 60],
+                "master": [0, 40],
+                "activations": [0, 10**6],
+                "buffers": [0, 10**6],
             },
             {"parameters": [0, 200], "optimizer, elsewhere": [0, 500]},
             {"parameters": [0, 300], "master, elsewhere": [0, 200], "buffers, elsewhere": [0, 9]},
             {"gradients": [0, 0]},
         ],
-    }  # fmt: skip
+    }
     return made | changes
 
 
@@ -188,10 +206,16 @@ def test_distance_is_relative_and_the_largest():
     assert distance(losses(5.0, 3.0), losses(5.0, 4.0)) == pytest.approx(0.25)
 
 
-@pytest.mark.parametrize(("ours", "serial"), [
-    ({}, losses(5.0)), (losses(5.0), {}), (losses(5.0), losses(5.0, 4.0)),
-    (losses(math.nan, 4.0), losses(5.0, 4.0)), (losses(5.0), losses(math.nan)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("ours", "serial"),
+    [
+        ({}, losses(5.0)),
+        (losses(5.0), {}),
+        (losses(5.0), losses(5.0, 4.0)),
+        (losses(math.nan, 4.0), losses(5.0, 4.0)),
+        (losses(5.0), losses(math.nan)),
+    ],
+)
 def test_what_cannot_be_compared_is_never_near(ours, serial):
     found = distance(ours, serial)
     assert math.isnan(found) and not found <= 1e9
@@ -237,12 +261,19 @@ def test_all_runs_are_compared_with_one_rank():
     is_good, jobs = compare(alike, *ONLY)
     assert is_good
     assert [name for name, *_ in jobs.ran] == [
-        "ddp float16 on 3", "zero2 float16 on 3",
-        "serial float64 on 1", "ddp float64 on 1", "ddp float64 on 3",
-        "zero2 float64 on 1", "zero2 float64 on 3",
-        "serial float32 on 1", "ddp float32 on 1", "ddp float32 on 3",
-        "zero2 float32 on 1", "zero2 float32 on 3",
-    ]  # fmt: skip
+        "ddp float16 on 3",
+        "zero2 float16 on 3",
+        "serial float64 on 1",
+        "ddp float64 on 1",
+        "ddp float64 on 3",
+        "zero2 float64 on 1",
+        "zero2 float64 on 3",
+        "serial float32 on 1",
+        "ddp float32 on 1",
+        "ddp float32 on 3",
+        "zero2 float32 on 1",
+        "zero2 float32 on 3",
+    ]
     wanted = "| zero2    |        0.550 |          0.275 |         0.250 |   0.438 |   300.000 |"
     assert wanted in jobs.said
     assert jobs.said.count("0.0e+00") == 8
@@ -271,22 +302,36 @@ def test_in_float32_losses_may_be_further_apart():
 def test_those_that_round_what_they_send_are_not_compared():
     _, jobs = compare(alike, "--only", "ddp, int8 hook")
     assert [name for name, *_ in jobs.ran] == [
-        "ddp, int8 hook float16 on 3", "serial float64 on 1", "serial float32 on 1",
-    ]  # fmt: skip
+        "ddp, int8 hook float16 on 3",
+        "serial float64 on 1",
+        "serial float32 on 1",
+    ]
 
 
 def test_options_reach_the_training_program():
     _, jobs = compare(
-        alike, "--price-only", "--only", "zero3, kept", "--text", "a", "--layers", "7",
-        "--micro-batches", "6",
-    )  # fmt: skip
+        alike,
+        "--price-only",
+        "--only",
+        "zero3, kept",
+        "--text",
+        "a",
+        "--layers",
+        "7",
+        "--micro-batches",
+        "6",
+    )
     ((name, size, command, mpi_args),) = jobs.ran
     assert (name, size) == ("zero3, kept float16 on 3", 3)
     assert command[:4] == ["-m", "parallel.train", "--strategy", "zero3"]
     for pair in (
-        ["--layers", "7"], ["--text", "a"], ["--dtype", "float16"], ["--steps", "5"],
-        ["--batch", "19"], ["--micro-batches", "6"],
-    ):  # fmt: skip
+        ["--layers", "7"],
+        ["--text", "a"],
+        ["--dtype", "float16"],
+        ["--steps", "5"],
+        ["--batch", "19"],
+        ["--micro-batches", "6"],
+    ):
         assert pair[1] == command[command.index(pair[0]) + 1]
     assert bool(mpi_args) == IS_OPEN_MPI
 

@@ -79,8 +79,12 @@ def test_the_start_is_not_measured_for_a_gpu_unless_it_is_asked_for(monkeypatch)
 def test_the_table_has_a_line_for_each_case_and_one_for_the_mean():
     made = cases.table(PARTS[CALLS], [both(8, 2e-6, 4e-6), both(64, 1e-6, 8e-6, wrong=3)])
     assert [column.header for column in made.columns] == [
-        "size (B)", "ring", "gloo", "gloo / ring", "wrong",
-    ]  # fmt: skip
+        "size (B)",
+        "ring",
+        "gloo",
+        "gloo / ring",
+        "wrong",
+    ]
     assert rows(made) == [
         ("8", "2.00", "4.00", "2.00", "0"),
         ("64", "1.00", "8.00", "8.00", "3"),

@@ -161,9 +161,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--job", type=int, action="append", help="only the job of this number")
     parser.add_argument(
-        "--python", action="append", metavar="PATH",
+        "--python",
+        action="append",
+        metavar="PATH",
         help="the Python of an environment; several for one table",
-    )  # fmt: skip
+    )
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))  # ends the job
     environments = [Environment.of(python) for python in options.python or [sys.executable]]

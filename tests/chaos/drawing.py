@@ -45,7 +45,7 @@ ENDING = {
     "job limit": Fault("the time limit of the job", ALL),
 }
 OUTLIVED = {
-    "outlived kill": Fault("kill -9, the others go on", (*CALLS[:3], "checked", "training")),
+    "outlived kill": Fault("kill -9, the others go on", (*CALLS[:3], "checked", "training"))
 }
 FAULTS = SURVIVED | ENDING | OUTLIVED
 

@@ -76,16 +76,25 @@ class Running:
         words += ["--fault-tolerant"] * job.is_fault_tolerant
         words += ["-m", "tests.chaos.rank_program", str(folder)]
         environment = {
-            **os.environ, MARK: str(folder), "PYTHONPATH": str(ROOT), "PYTHONFAULTHANDLER": "1",
-            "TMPDIR": str(self.temporary), "OMPI_MCA_mpi_yield_when_idle": "1",
+            **os.environ,
+            MARK: str(folder),
+            "PYTHONPATH": str(ROOT),
+            "PYTHONFAULTHANDLER": "1",
+            "TMPDIR": str(self.temporary),
+            "OMPI_MCA_mpi_yield_when_idle": "1",
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
-        }  # fmt: skip
+        }
         environment.pop("PYTHONDONTWRITEBYTECODE", None)
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
             self.launcher = subprocess.Popen(
-                words, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+                words,
+                cwd=ROOT,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def run(self) -> Record:
         """Cause all faults, see the job end, and look at what is left."""

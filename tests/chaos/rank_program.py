@@ -180,9 +180,12 @@ def undisturbed(rank: Rank) -> None:
     rank.workload.close()
     if rank.is_guilty and rank.step.sabotage == "left process":
         subprocess.Popen(
-            ["sleep", "60"], start_new_session=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            ["sleep", "60"],
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
 
 
 def slow(rank: Rank) -> None:

@@ -21,31 +21,43 @@ HERE = Environment(sys.executable, find_mpirun().vendor, has_torch=False)
 # One job for each end, with all kinds of faults before it; and one that is drawn: on Open MPI ranks
 # die in it, and the others go on.
 JOBS = {
-    "kill": Job("kill", 3, (
-        Step("collectives", "stop", 2, delay=0.01, duration=0.2),
-        Step("plans", "slow", 1, duration=0.2),
-        Step("asynchronous", "dump", 0, duration=0.05, choice=14),
-        Step("sub-communicators", "late", 1, limit=0.2),
-        Step("checked", "mismatch", 2, choice=3),
-        Step("collectives", "kill", 1, delay=0.05),
-    )),
-    "ctrl-c": Job("ctrl-c", 4, (
-        Step("plans", "stop past limit", 3, delay=0.01, limit=0.2),
-        Step("asynchronous", "short limits", 0),
-        Step("checked", "refused", 2, choice=3),
-        Step("collectives", "interrupt", 1, delay=0.05, limit=0.2),
-        Step("training", "ctrl-c", 0, delay=0.05),
-    )),
-    "exception": Job("exception", 2, (
-        Step("plans", "operator", 1, limit=0.2),
-        Step("checked", "not finite", 0),
-        Step("training", "full disk", 1, choice=500),
-        Step("collectives", "operator", 0, limit=0.2),
-        Step("asynchronous", "exception", 0, delay=0.05),
-    )),
+    "kill": Job(
+        "kill",
+        3,
+        (
+            Step("collectives", "stop", 2, delay=0.01, duration=0.2),
+            Step("plans", "slow", 1, duration=0.2),
+            Step("asynchronous", "dump", 0, duration=0.05, choice=14),
+            Step("sub-communicators", "late", 1, limit=0.2),
+            Step("checked", "mismatch", 2, choice=3),
+            Step("collectives", "kill", 1, delay=0.05),
+        ),
+    ),
+    "ctrl-c": Job(
+        "ctrl-c",
+        4,
+        (
+            Step("plans", "stop past limit", 3, delay=0.01, limit=0.2),
+            Step("asynchronous", "short limits", 0),
+            Step("checked", "refused", 2, choice=3),
+            Step("collectives", "interrupt", 1, delay=0.05, limit=0.2),
+            Step("training", "ctrl-c", 0, delay=0.05),
+        ),
+    ),
+    "exception": Job(
+        "exception",
+        2,
+        (
+            Step("plans", "operator", 1, limit=0.2),
+            Step("checked", "not finite", 0),
+            Step("training", "full disk", 1, choice=500),
+            Step("collectives", "operator", 0, limit=0.2),
+            Step("asynchronous", "exception", 0, delay=0.05),
+        ),
+    ),
     "job limit": Job("job limit", 2, (Step("sub-communicators", "job limit", 1, delay=0.02),)),
     "drawn": HERE.draw(1, 9),
-}  # fmt: skip
+}
 
 
 def test_twenty_faults_of_every_kind_are_in_the_jobs() -> None:

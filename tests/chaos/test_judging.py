@@ -17,13 +17,17 @@ from tests.chaos.injecting import Record
 from tests.chaos.judging import PROMISES, judge
 
 LATE, OPERATOR, FULL_DISK, SHORT_LIMITS, DUMP = range(5)
-JOB = Job("judged", 2, (
-    Step("collectives", "late", 1),
-    Step("collectives", "operator", 1),
-    Step("training", "full disk", 1),
-    Step("asynchronous", "short limits", 1),
-    Step("collectives", "dump", 1),
-))  # fmt: skip
+JOB = Job(
+    "judged",
+    2,
+    (
+        Step("collectives", "late", 1),
+        Step("collectives", "operator", 1),
+        Step("training", "full disk", 1),
+        Step("asynchronous", "short limits", 1),
+        Step("collectives", "dump", 1),
+    ),
+)
 WAITED = "all_reduce (ring) waited 0.2 s in round 1 of 2 of ring for rank 1\nand so on"
 SHARDS = [["weights", 0, 4, "digest"]]
 
@@ -108,25 +112,43 @@ WRONG: dict[str, tuple[int, str, Callable[[Record], None]]] = {
     "an error that is swallowed": (LATE, "errors", without(0, LATE, "error")),
     "an error of another kind": (LATE, "errors", other(0, LATE, "error", kinds=["Exception"])),
     "a time-out that does not name the guilty rank": (
-        LATE, "errors", other(0, LATE, "error", text=WAITED.replace("rank 1", "rank 0"))),
+        LATE,
+        "errors",
+        other(0, LATE, "error", text=WAITED.replace("rank 1", "rank 0")),
+    ),
     "an error that does not name the guilty rank": (
-        FULL_DISK, "errors", other(0, FULL_DISK, "error", text="rank 0: no space is left")),
+        FULL_DISK,
+        "errors",
+        other(0, FULL_DISK, "error", text="rank 0: no space is left"),
+    ),
     "an error without a reason": (DUMP, "errors", add(0, error(DUMP, "ValueError", "why?"))),
     "a communicator that is not unusable": (OPERATOR, "errors", without(1, OPERATOR, "error")),
     "limits that nothing exceeds": (
-        SHORT_LIMITS, "errors", other(1, SHORT_LIMITS, "timed out", times=0)),
+        SHORT_LIMITS,
+        "errors",
+        other(1, SHORT_LIMITS, "timed out", times=0),
+    ),
     "a process that is left": (DUMP, "nothing left", seen(left=["process 7: python"])),
     "a corrupted checkpoint": (
-        FULL_DISK, "checkpoints", seen(checkpoints=[(FULL_DISK, "the digest is another one")])),
+        FULL_DISK,
+        "checkpoints",
+        seen(checkpoints=[(FULL_DISK, "the digest is another one")]),
+    ),
     "other values than were saved": (
-        FULL_DISK, "checkpoints", other(0, FULL_DISK, "loaded", shards=[["weights", 0, 4, "x"]])),
+        FULL_DISK,
+        "checkpoints",
+        other(0, FULL_DISK, "loaded", shards=[["weights", 0, 4, "x"]]),
+    ),
     "values of another training step": (
-        FULL_DISK, "checkpoints", other(1, FULL_DISK, "loaded", steps=2)),
+        FULL_DISK,
+        "checkpoints",
+        other(1, FULL_DISK, "loaded", steps=2),
+    ),
     "a dump that is missing": (DUMP, "dumps", seen(missing_dumps={DUMP: [1]})),
     "a traceback": (DUMP, "quiet", seen(stderr="Traceback (most recent call last):\n")),
     "a status that is not 0": (DUMP, "end", seen(status=1)),
     "a rank that does not come to its end": (DUMP, "end", without(1, DUMP, "ended")),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)

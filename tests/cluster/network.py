@@ -61,8 +61,11 @@ class Cluster(NamedTuple):
         return subprocess.run(
             [*self.on(1), sys.executable, *launch, "--mpi-args", words, *command],
             env={**os.environ, **mpi_environment(), "CLUSTER": self.name, **(env or {})},
-            capture_output=True, text=True, timeout=timeout + 20, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=timeout + 20,
+            check=False,
+        )
 
     def on(self, number: int) -> list[str]:
         """The words before a command that run it on a host."""

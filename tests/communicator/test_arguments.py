@@ -310,9 +310,17 @@ def test_wrong_input_is_refused_before_anything_is_sent(what: str) -> None:
 
 
 ARRAY_CALLS = [
-    "broadcast", "scatter", "gather", "reduce", "reduce_scatter", "all_gather", "all_reduce",
-    "all_to_all", "scan", "exscan",
-]  # fmt: skip
+    "broadcast",
+    "scatter",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "scan",
+    "exscan",
+]
 WRONG_EVERYWHERE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "unknown algorithm": (ValueError, "unknown algorithm 'none'", {"algorithm": "none"}),
     "time limit": (TypeError, "timeout must be", {"timeout": "1"}),

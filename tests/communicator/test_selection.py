@@ -126,12 +126,17 @@ def test_explaining_sends_nothing() -> None:
         (ValueError, "unknown collective 'allreduce'", "allreduce", np.zeros(3), {}),
         (ValueError, "unknown algorithm 'rign'", "all_reduce", np.zeros(3), {"algorithm": "rign"}),
         (ValueError, "serves an even number", "all_reduce", np.zeros(3), {"algorithm": "swing"}),
-        (ValueError, "needs a commutative operator", "all_reduce", np.zeros((2, 2)),
-         {"algorithm": "ring", "op": MATMUL}),
+        (
+            ValueError,
+            "needs a commutative operator",
+            "all_reduce",
+            np.zeros((2, 2)),
+            {"algorithm": "ring", "op": MATMUL},
+        ),
         (TypeError, "'xor' is not defined for dtype float64", "scan", np.zeros(3), {"op": "xor"}),
         (TypeError, "x must be", "all_reduce", None, {}),
     ],
-)  # fmt: skip
+)
 def test_what_could_not_run_is_not_explained(
     error: type[Exception], sentence: str, collective: str, x: Any, more: dict[str, Any]
 ) -> None:

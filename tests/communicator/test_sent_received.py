@@ -79,15 +79,21 @@ def with_counts(sent: Any, received: Any, **how: Any) -> Callable[[Communicator]
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] = {
     "too few sent": (
-        ValueError, "counts.sent has 2 entries for 3 ranks", with_counts([3, 3], [2] * P)
+        ValueError,
+        "counts.sent has 2 entries for 3 ranks",
+        with_counts([3, 3], [2] * P),
     ),
     "too many received": (
-        ValueError, "counts.received has 4 entries for 3 ranks", with_counts([2] * P, [2] * 4)
+        ValueError,
+        "counts.received has 4 entries for 3 ranks",
+        with_counts([2] * P, [2] * 4),
     ),
     "negative sent": (ValueError, "sent has a negative", with_counts([-2, 4, 4], [2] * P)),
     "negative received": (ValueError, "received has a negative", with_counts([2] * P, [-2] * P)),
     "a sum that is not the rows": (
-        ValueError, "counts.sent add up to 3 rows, the array has 6", with_counts([1] * P, [1] * P)
+        ValueError,
+        "counts.sent add up to 3 rows, the array has 6",
+        with_counts([1] * P, [1] * P),
     ),
     "floats": (TypeError, "an entry of counts.received must be", with_counts([2] * P, [2.0] * P)),
     "numbers": (TypeError, "counts.sent must be a sequence of 3", with_counts(6, 6)),
@@ -102,13 +108,19 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] =
         with_counts(*EVEN, out=np.empty(5)),
     ),
     "out of another dtype": (
-        TypeError, "out has dtype", with_counts(*EVEN, out=np.empty(6, np.float32))
+        TypeError,
+        "out has dtype",
+        with_counts(*EVEN, out=np.empty(6, np.float32)),
     ),
     "a wrong number of ranks": (
-        ValueError, "by torus serves", with_counts(*EVEN, algorithm="torus")
+        ValueError,
+        "by torus serves",
+        with_counts(*EVEN, algorithm="torus"),
     ),
     "an unknown algorithm": (
-        ValueError, "unknown algorithm", with_counts(*EVEN, algorithm="magic")
+        ValueError,
+        "unknown algorithm",
+        with_counts(*EVEN, algorithm="magic"),
     ),
     "a plan of a wrong number of ranks": (
         ValueError,
@@ -117,7 +129,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Communicator], Any]]] =
     ),
     "an all-gather": (TypeError, "an entry of counts", lambda c: c.all_gather(X, counts=EVEN)),
     "a gather": (TypeError, "an entry of counts", lambda c: c.gather(X, counts=EVEN)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("check", [False, True])
@@ -140,8 +152,9 @@ def test_a_preferred_algorithm_sends_its_counts_ahead_too() -> None:
             comm.all_to_all(X, counts=EVEN)
             comm.all_to_all(X, counts=[2] * P)
         assert {(row.collective, row.algorithm) for row in ledger.rows()} == {
-            ("counts", "bruck"), ("all_to_all", "bruck"),
-        }  # fmt: skip
+            ("counts", "bruck"),
+            ("all_to_all", "bruck"),
+        }
         with collectives.using(all_to_all="pairwise"), comm.record() as ledger:
             comm.all_to_all(X, counts=EVEN)
         assert {row.algorithm for row in ledger.rows()} == {"pairwise"}

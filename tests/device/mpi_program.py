@@ -248,9 +248,18 @@ def fail_while(is_failing: Callable[[], bool], name: str) -> None:
 def a_driver_that_fails_on_one_rank_while_links_are_agreed(comm: Communicator) -> None:
     """No rank waits for that one, or waits for what it has not written."""
     before: list[Any] = []
-    for name in ("cuMemAlloc_v2", "cuStreamCreate", "cuEventCreate", "cuMemHostRegister_v2",
-                 "cuEventRecord", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2",
-                 "cuMemcpyDtoDAsync_v2", "cuStreamSynchronize", "cuEventQuery"):  # fmt: skip
+    for name in (
+        "cuMemAlloc_v2",
+        "cuStreamCreate",
+        "cuEventCreate",
+        "cuMemHostRegister_v2",
+        "cuEventRecord",
+        "cuIpcGetMemHandle",
+        "cuIpcOpenMemHandle_v2",
+        "cuMemcpyDtoDAsync_v2",
+        "cuStreamSynchronize",
+        "cuEventQuery",
+    ):
         before.append(devices.links._probes.copy())  # peers have them open
         devices.links._probes.clear()
         while devices.links._page_locked:
@@ -296,8 +305,9 @@ def large_messages_between_devices_that_are_partly_staged(comm: Communicator) ->
     for size in (100, 1_000_000) * 2:
         y = comm.all_reduce(on_device(np.full(size, 1.0)), algorithm="ring", timeout=60)
         assert on_host(y)[-1] == comm.size
-    assert links(comm).staged == {pair for pair in combinations(range(comm.size), 2)
-                                  if is_staged(*pair)}  # fmt: skip
+    assert links(comm).staged == {
+        pair for pair in combinations(range(comm.size), 2) if is_staged(*pair)
+    }
 
 
 @PROGRAMS.together

@@ -688,8 +688,10 @@ def test_all_slots_are_given_back() -> None:
     def body(comm: Communicator) -> None:
         for turn in range(20):
             other = comm.split(0)
-            arrays = [np.ones(3) if turn % 4 == k == comm.rank else on_device(np.ones(3))
-                      for k in range(5)]  # fmt: skip
+            arrays = [
+                np.ones(3) if turn % 4 == k == comm.rank else on_device(np.ones(3))
+                for k in range(5)
+            ]
             works = [other.all_reduce(x, async_op=True) for x in arrays]
             for number in random.Random(f"{turn} {comm.rank}").sample(range(5), 5):
                 works[number].wait()

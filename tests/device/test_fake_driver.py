@@ -486,10 +486,17 @@ def test_counters_are_awaited_and_written(fake: FakeGpu, counters: np.ndarray) -
     assert counters[:3].tolist() == [7, 6, 0]
 
 
-@pytest.mark.parametrize(("word", "value", "is_reached"), [
-    (2**32 - 1, 2**32 - 1, True), (1, 2**32 - 1, True), (2**32 - 1, 1, False),
-    (2**31 - 1, 0, True), (2**31, 0, False), (0, 0, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("word", "value", "is_reached"),
+    [
+        (2**32 - 1, 2**32 - 1, True),
+        (1, 2**32 - 1, True),
+        (2**32 - 1, 1, False),
+        (2**31 - 1, 0, True),
+        (2**31, 0, False),
+        (0, 0, True),
+    ],
+)
 def test_counters_are_cyclic(
     fake: FakeGpu, counters: np.ndarray, word: int, value: int, is_reached: bool
 ) -> None:
@@ -875,9 +882,20 @@ def test_the_result_may_be_an_operand(fake: FakeGpu) -> None:
     fake.synchronize()
     assert x.tolist() == [21, 42]
     fake.check()
-    assert launch(
-        fake.driver.kernels.combine("add", x.dtype), 0, at(x, 1), 0, 2, 1, at(x), at(y), *[0] * 6
-    ) == 0  # fmt: skip
+    assert (
+        launch(
+            fake.driver.kernels.combine("add", x.dtype),
+            0,
+            at(x, 1),
+            0,
+            2,
+            1,
+            at(x),
+            at(y),
+            *[0] * 6,
+        )
+        == 0
+    )
     fake.check()  # beside each other
 
 
@@ -1057,9 +1075,13 @@ def test_a_kernel_reads_memory_of_a_peer(peer: Peer, fake: FakeGpu) -> None:
     address, handle = peer("allocate", 8, 1)
     code, here = opened(handle)
     x = filled([1, 2], np.uint32)
-    assert launch(
-        fake.driver.kernels.combine("add", x.dtype), 0, at(x), 0, 2, 2, at(x), here, *[0] * 6
-    ) == code == 0  # fmt: skip
+    assert (
+        launch(
+            fake.driver.kernels.combine("add", x.dtype), 0, at(x), 0, 2, 2, at(x), here, *[0] * 6
+        )
+        == code
+        == 0
+    )
     fake.synchronize()
     assert x.tolist() == [0x01010102, 0x01010103]
     assert close(here) == peer("free", address) == 0

@@ -107,10 +107,7 @@ def dividing(name: str) -> Kernel:
     return Kernel(f"divide_{name}", "divide", code)
 
 
-ALL = [
-    *itertools.starmap(combining, COMBINATIONS),
-    *(dividing(name) for name in FLOATS + COMPLEX),
-]
+ALL = [*itertools.starmap(combining, COMBINATIONS), *(dividing(name) for name in FLOATS + COMPLEX)]
 
 
 def compiled(code: str, folder: Path) -> ctypes.CDLL:
@@ -337,11 +334,7 @@ FAULTS = {
             units[0].elements[j] = stored(sums[j]);
         }""",
     ),
-    "ties are always rounded up": (
-        ("add", "bfloat16"),
-        "0x7FFFu + (x.bits >> 16 & 1u)",
-        "0x8000u",
-    ),
+    "ties are always rounded up": (("add", "bfloat16"), "0x7FFFu + (x.bits >> 16 & 1u)", "0x8000u"),
     "subnormal numbers are flushed": (
         ("add", "float32"),
         "value(Stored x) { return x; }",

@@ -13,12 +13,7 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives import (
-    CollectiveError,
-    CollectiveMismatch,
-    Communicator,
-    ScheduleError,
-)
+from collectives import CollectiveError, CollectiveMismatch, Communicator, ScheduleError
 from collectives.arrays import Arrays, operator
 from collectives.devices.call import DeviceCall
 from collectives.devices.links import Proposal
@@ -105,8 +100,11 @@ def test_all_ranks_run_the_same_algorithm(kind: str, hosts: tuple[int, ...], che
             with comm.record() as ledger:
                 np.testing.assert_array_equal(call(), total())
             assert is_predicted(comm, ledger, runs)
-        found = {kind.algorithm: each for kind, each in totals.summary().items()
-                 if kind.collective == "all_reduce"}  # fmt: skip
+        found = {
+            kind.algorithm: each
+            for kind, each in totals.summary().items()
+            if kind.collective == "all_reduce"
+        }
         assert {runs: 3} == {name: each.calls for name, each in found.items()}
         own = collectives.predict("all_reduce", SIZE, COUNT, itemsize=4, algorithm=runs)
         assert found[runs].bytes == 3 * own.bytes[comm.rank].sum()
@@ -127,10 +125,17 @@ def test_what_the_rules_choose_is_right(
     select._limits.cache_clear()
     select._default.cache_clear()
     jobs = [
-        Job(collective, None, size, random_rows(collective, size, rows, is_even), root=size - 1,
-            tail=(5,), is_in_place=is_in_place)
+        Job(
+            collective,
+            None,
+            size,
+            random_rows(collective, size, rows, is_even),
+            root=size - 1,
+            tail=(5,),
+            is_in_place=is_in_place,
+        )
         for rows, is_even, is_in_place in ((8, True, False), (600, False, True))
-    ]  # fmt: skip
+    ]
 
     def body(comm: Communicator) -> None:
         for job in jobs:
@@ -158,8 +163,11 @@ def test_calls_that_follow_each_other_are_staged_by_turns() -> None:
             is_host = not is_direct and comm.rank == 0
             comm.all_reduce(host if is_host else x, out=np.empty_like(host) if is_host else y)
         names = [DIRECT if is_direct else STAGED for is_direct in kinds]
-        calls = [each for each in comm._session.transport.flight.calls()
-                 if each["collective"] == "all_reduce"]  # fmt: skip
+        calls = [
+            each
+            for each in comm._session.transport.flight.calls()
+            if each["collective"] == "all_reduce"
+        ]
         assert [each["algorithm"] for each in calls] == 2 * names
         for each in calls:
             sent = collectives.predict(
@@ -267,8 +275,9 @@ def test_an_explanation_says_what_runs() -> None:
     def body(comm: Communicator) -> None:
         told = comm.explain("all_reduce", on_device(vector(comm)))
         assert (told.chosen, told.reason) == (
-            DIRECT, "built-in rule for devices: up to 2097152 bytes"
-        )  # fmt: skip
+            DIRECT,
+            "built-in rule for devices: up to 2097152 bytes",
+        )
         assert told.if_staged.startswith(f"{STAGED}, built-in rule: ")
         assert f"if staged: {STAGED}, " in str(told)
         assert comm.explain("all_reduce", vector(comm)).chosen == STAGED
@@ -349,10 +358,14 @@ def test_ranks_that_do_not_agree_on_what_is_staged_would_not_match() -> None:
 
 def choose_spec() -> CallSpec:
     """The call of this file, as a session describes it."""
-    found: list[CallSpec] = run(lambda comm: comm._session.spec(
-        "all_reduce", Arrays(BACKEND, on_device(vector(comm)), on_device(vector(comm))), COUNT,
-        op=operator("sum", "all_reduce"),
-    ))  # fmt: skip
+    found: list[CallSpec] = run(
+        lambda comm: comm._session.spec(
+            "all_reduce",
+            Arrays(BACKEND, on_device(vector(comm)), on_device(vector(comm))),
+            COUNT,
+            op=operator("sum", "all_reduce"),
+        )
+    )
     assert len(set(found)) == 1
     return found[0]
 

@@ -62,9 +62,7 @@ def test_a_call_that_another_thread_finds_to_be_staged_is_no_deadlock(
     run(body, 3)
 
 
-def test_a_later_call_is_enqueued_while_a_staged_one_waits_for_its_stream(
-    word: np.ndarray,
-) -> None:
+def test_a_later_call_is_enqueued_while_a_staged_one_waits_for_its_stream(word: np.ndarray) -> None:
     """The stream of the staged call may wait for what the program does after the later one."""
 
     def body(comm: Communicator) -> None:

@@ -275,8 +275,29 @@ def test_what_could_control_a_terminal_is_escaped(
 
 
 # What a field may hold instead.
-WRONG = [None, True, -1, 0, 1, 2, 3, 7.5, float("nan"), 10**400, "", "x", "17", "under way",
-         [], [0], [[0, True]], [[3, False]], [[]], {}, {"rank": 0}]  # fmt: skip
+WRONG = [
+    None,
+    True,
+    -1,
+    0,
+    1,
+    2,
+    3,
+    7.5,
+    float("nan"),
+    10**400,
+    "",
+    "x",
+    "17",
+    "under way",
+    [],
+    [0],
+    [[0, True]],
+    [[3, False]],
+    [[]],
+    {},
+    {"rank": 0},
+]
 
 
 def spoiled(good: dict[int, Any], chance: random.Random) -> dict[int, Any]:

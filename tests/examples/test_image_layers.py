@@ -48,7 +48,8 @@ class Case(NamedTuple):
 CASES = {
     "patches": Case(lambda: PatchEmbedding(Grid(4, 6), 3, 2, 5), (2, 4, 6, 3), are_pixels=True),
     "patches without positions": Case(
-        lambda: PatchEmbedding(Grid(4, 2), 1, 2, 3, has_positions=False), (3, 4, 2, 1),
+        lambda: PatchEmbedding(Grid(4, 2), 1, 2, 3, has_positions=False),
+        (3, 4, 2, 1),
         are_pixels=True,
     ),
     "attention": Case(lambda: Attention(2), (2, 4, 18)),
@@ -58,7 +59,7 @@ CASES = {
     "shifted by two": Case(lambda: WindowAttention(1, 2, Grid(3, 6), 3, 2), (1, 18, 6)),
     "merging": Case(lambda: MergePatches(GRID), (2, 24, 3)),
     "mean": Case(MeanPool, (3, 4, 5)),
-}  # fmt: skip
+}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 OF_NUMBERS = [name for name, case in CASES.items() if not case.are_pixels]
 

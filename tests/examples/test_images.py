@@ -46,10 +46,17 @@ class Images(NamedTuple):
     def __call__(self, mesh: Mesh | None) -> Model:
         log = RoutingLog()
         model = MODELS[self.name](
-            num_classes=len(images.CLASSES), image_size=SIZE, gate=self.gate, num_experts=4,
-            every=self.every, mesh=mesh, log=log, padding=self.padding, dispatch=self.dispatch,
+            num_classes=len(images.CLASSES),
+            image_size=SIZE,
+            gate=self.gate,
+            num_experts=4,
+            every=self.every,
+            mesh=mesh,
+            log=log,
+            padding=self.padding,
+            dispatch=self.dispatch,
             recompute=self.recompute,
-        )  # fmt: skip
+        )
         if mesh is None or mesh.size == 1:
             LOGS[self] = log
         for layer in mixtures(model):
@@ -70,8 +77,16 @@ def setup_of(of: Callable[[Mesh | None], Model], zero: int = 1, **axes: int) -> 
     shared = tuple(axis for axis in ("data", "expert") if axis in axes)
     sharding = partial(Sharding.zero, zero, axes=shared) if shared else Sharding
     recipe = Recipe(num_micro_batches=2, clip=CLIP)
-    return Setup(tuple(axes.items()), recipe=recipe, sharding=sharding, of=of, rows=ROWS,
-                 batch=batch, context=1, steps=STEPS)  # fmt: skip
+    return Setup(
+        tuple(axes.items()),
+        recipe=recipe,
+        sharding=sharding,
+        of=of,
+        rows=ROWS,
+        batch=batch,
+        context=1,
+        steps=STEPS,
+    )
 
 
 def check(setup: Setup) -> list[End]:
@@ -81,10 +96,18 @@ def check(setup: Setup) -> list[End]:
 
 
 LAYOUTS: list[dict[str, int]] = [
-    {"expert": 2}, {"data": 2, "expert": 2}, {"expert": 3}, {"tensor": 2}, {"tensor": 3},
-    {"expert": 2, "tensor": 2}, {"pipe": 2}, {"pipe": 2, "expert": 2},
-    {"pipe": 2, "data": 2, "expert": 2}, {"data": 2, "expert": 2, "tensor": 2}, {"data": 3},
-]  # fmt: skip
+    {"expert": 2},
+    {"data": 2, "expert": 2},
+    {"expert": 3},
+    {"tensor": 2},
+    {"tensor": 3},
+    {"expert": 2, "tensor": 2},
+    {"pipe": 2},
+    {"pipe": 2, "expert": 2},
+    {"pipe": 2, "data": 2, "expert": 2},
+    {"data": 2, "expert": 2, "tensor": 2},
+    {"data": 3},
+]
 
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
@@ -279,7 +302,7 @@ def test_all_shapes_are_drawn_and_differ() -> None:
         (swin_moe, {"num_heads": (2, 5)}, "5 heads do not divide a width of 64"),
         (swin_moe, {"image_size": 6, "window": 3}, "squares of 2 x 2 do not divide"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(make: Callable[..., Model], change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make(**{"num_classes": 6, **change})
@@ -318,8 +341,15 @@ def test_models_without_experts() -> None:
     """The same transformers: ranks need not know which rows they have."""
 
     def dense(mesh: Mesh | None) -> Model:
-        return v_moe(num_classes=6, image_size=SIZE, hidden=6, num_layers=1, num_heads=2,
-                     num_experts=[], mesh=mesh)  # fmt: skip
+        return v_moe(
+            num_classes=6,
+            image_size=SIZE,
+            hidden=6,
+            num_layers=1,
+            num_heads=2,
+            num_experts=[],
+            mesh=mesh,
+        )
 
     for axes in ({"data": 2}, {"tensor": 2}):
         check(setup_of(dense, **axes))

@@ -18,11 +18,15 @@ SMALL = ("--steps", "2", "--batch", "8", "--hidden", "8", "--layers", "2")
 @pytest.mark.parametrize(
     "words",
     [
-        (), ("--model", "swin", "--moe", "gshard"), ("--mesh", "data=2", "--zero", "3"),
-        ("--mesh", "tensor=2", "--dtype", "float64"), ("--model", "swin", "--mesh", "tensor=2"),
-        ("--mesh", "pipe=2", "--micro-batches", "2"), ("--mesh", "data=2,expert=1", "--zero", "0"),
+        (),
+        ("--model", "swin", "--moe", "gshard"),
+        ("--mesh", "data=2", "--zero", "3"),
+        ("--mesh", "tensor=2", "--dtype", "float64"),
+        ("--model", "swin", "--mesh", "tensor=2"),
+        ("--mesh", "pipe=2", "--micro-batches", "2"),
+        ("--mesh", "data=2,expert=1", "--zero", "0"),
     ],
-)  # fmt: skip
+)
 def test_options(words: tuple[str, ...]) -> None:
     """All bytes are as predicted."""
     assert main(["--threads", "2", *SMALL, *words]) == 0

@@ -83,8 +83,7 @@ def setup_of(of: Any, zero: int = 1, **axes: int) -> Setup:
     shared = tuple(axis for axis in ("data", "context", "expert") if axis in axes)
     sharding = partial(Sharding.zero, zero, axes=shared) if shared else Sharding
     recipe = Recipe(num_micro_batches=2, clip=CLIP)
-    return Setup(tuple(axes.items()), recipe=recipe, sharding=sharding, of=of,
-                 steps=STEPS)  # fmt: skip
+    return Setup(tuple(axes.items()), recipe=recipe, sharding=sharding, of=of, steps=STEPS)
 
 
 def phases(end: End) -> set[str]:
@@ -95,12 +94,20 @@ def phases(end: End) -> set[str]:
 @pytest.mark.parametrize(
     "axes",
     [
-        {"expert": 2}, {"data": 2, "expert": 2}, {"tensor": 2}, {"tensor": 3},
-        {"expert": 2, "tensor": 2}, {"pipe": 2}, {"pipe": 2, "expert": 2}, {"data": 3},
-        {"context": 2}, {"context": 2, "expert": 2}, {"pipe": 2, "expert": 2, "tensor": 2},
+        {"expert": 2},
+        {"data": 2, "expert": 2},
+        {"tensor": 2},
+        {"tensor": 3},
+        {"expert": 2, "tensor": 2},
+        {"pipe": 2},
+        {"pipe": 2, "expert": 2},
+        {"data": 3},
+        {"context": 2},
+        {"context": 2, "expert": 2},
+        {"pipe": 2, "expert": 2, "tensor": 2},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_layout(axes: dict[str, int]) -> None:
     """Losses and parameters of 2 clipped steps; traffic and memory of each, to the byte."""
     ends = check_as_one_rank(setup_of(Student(), **axes))
@@ -254,8 +261,13 @@ def distance_after(steps: int, alpha: float) -> float:
 
 
 def test_images_have_teachers_too() -> None:
-    of: dict[str, Any] = {"num_classes": 6, "image_size": 8, "hidden": 6, "num_heads": 2,
-                          "num_experts": 2}  # fmt: skip
+    of: dict[str, Any] = {
+        "num_classes": 6,
+        "image_size": 8,
+        "hidden": 6,
+        "num_heads": 2,
+        "num_experts": 2,
+    }
     model = v_moe(num_layers=4, **of)
     teacher = Teacher(model, {unit: model.draw(unit, 3) for unit in model.units})
     student = distilled(v_moe(num_layers=2, **of), teacher, stop=5)
@@ -375,7 +387,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         lambda: Teacher(dense(), zeros_of(dense()) | {"more": np.zeros(3)}),
         "3 parameters of more are given, but the teacher has none",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("make", "words"), REFUSED)

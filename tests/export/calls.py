@@ -14,9 +14,14 @@ from collectives.simulation import OTHER_HOST, SAME_HOST, Link, Machine
 # What costs nanoseconds in whole numbers.
 LINKS = (
     Link(64, 500e-9, 0, 2000e-9, 300e-9, 1e-9),
-    Link(overhead_seconds=500e-9, latency_seconds=2000e-9, gap_seconds=300e-9,
-         seconds_per_byte=1e-9, is_rendezvous=True),
-)  # fmt: skip
+    Link(
+        overhead_seconds=500e-9,
+        latency_seconds=2000e-9,
+        gap_seconds=300e-9,
+        seconds_per_byte=1e-9,
+        is_rendezvous=True,
+    ),
+)
 MACHINE = Machine({SAME_HOST: LINKS, OTHER_HOST: LINKS}, 100e-9, 1e-9, 2e-9)
 
 COLLECTIVES = algorithms.collectives()
@@ -34,9 +39,12 @@ def calls(collective: str, *, sizes: tuple[int, ...] = SIZES) -> Iterator[Call]:
 def predicted(call: Call) -> dict[tuple[int, int], tuple[int, int]]:
     """The messages and bytes of a call from rank to rank, as the ledger would record them."""
     found = predict(
-        call.collective, call.size, even_parts(call.collective, call.size, call.num_bytes),
-        algorithm=call.algorithm, root=call.root,
-    )  # fmt: skip
+        call.collective,
+        call.size,
+        even_parts(call.collective, call.size, call.num_bytes),
+        algorithm=call.algorithm,
+        root=call.root,
+    )
     return {
         (int(source), int(destination)): (
             int(found.messages[source, destination]),

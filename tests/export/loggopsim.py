@@ -40,10 +40,12 @@ class Parameters(NamedTuple):
     def machine(self, unit: float) -> Machine:
         """The machine with these numbers; `unit` is the length of a nanosecond."""
         costs = {
-            "overhead_seconds": self.o * unit, "overhead_seconds_per_byte": self.O * unit,
-            "latency_seconds": self.L * unit, "gap_seconds": self.g * unit,
+            "overhead_seconds": self.o * unit,
+            "overhead_seconds_per_byte": self.O * unit,
+            "latency_seconds": self.L * unit,
+            "gap_seconds": self.g * unit,
             "seconds_per_byte": self.G * unit,
-        }  # fmt: skip
+        }
         links = (Link(up_to_bytes=self.S, **costs), Link(is_rendezvous=True, **costs))
         return Machine({SAME_HOST: links}, CALL * unit, COPY * unit, COMBINE * unit)
 

@@ -18,13 +18,22 @@ from tests.export import calls
 
 # The fields that are used of the schema: names, numbers and types (github.com/mlcommons/chakra).
 SCHEMA = {
-    "AttributeProto": {"name": (1, "STRING"), "int32_val": (7, "INT32"), "int64_val": (9, "INT64"),
-                       "bool_val": (27, "BOOL")},
+    "AttributeProto": {
+        "name": (1, "STRING"),
+        "int32_val": (7, "INT32"),
+        "int64_val": (9, "INT64"),
+        "bool_val": (27, "BOOL"),
+    },
     "GlobalMetadata": {"version": (1, "STRING"), "attr": (2, "AttributeProto")},
-    "Node": {"id": (1, "UINT64"), "name": (2, "STRING"), "type": (3, "INT32"),
-             "data_deps": (5, "REPEATED"), "duration_micros": (7, "UINT64"),
-             "attr": (10, "AttributeProto")},
-}  # fmt: skip
+    "Node": {
+        "id": (1, "UINT64"),
+        "name": (2, "STRING"),
+        "type": (3, "INT32"),
+        "data_deps": (5, "REPEATED"),
+        "duration_micros": (7, "UINT64"),
+        "attr": (10, "AttributeProto"),
+    },
+}
 
 
 def classes() -> dict[str, Any]:

@@ -32,10 +32,22 @@ def replayed(call: Call, folder: Path, *options: str) -> float:
     write_text([platform(call.size, MACHINE)], folder / "x.xml")
     (folder / "traces").write_text(f"{trace}\n")
     done = subprocess.run(
-        ["smpirun", "-np", str(call.size), "-platform", str(folder / "x.xml"),
-         "-replay", str(folder / "traces"), *options],
-        check=True, capture_output=True, text=True, timeout=60, cwd=folder,
-    )  # fmt: skip
+        [
+            "smpirun",
+            "-np",
+            str(call.size),
+            "-platform",
+            str(folder / "x.xml"),
+            "-replay",
+            str(folder / "traces"),
+            *options,
+        ],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=folder,
+    )
     found = re.search(r"Simulation time ([0-9.]+)", done.stdout + done.stderr)
     assert found is not None, done.stderr
     return float(found[1])

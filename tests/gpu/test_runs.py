@@ -13,9 +13,12 @@ pytestmark = pytest.mark.gpu
 CLOSE = 1e-9
 # Where numbers are rounded to few bits, and a rounding may go the other way.
 ROUNDED = {
-    "float16": 1e-2, "zeropp": 1e-2, "ddp, float16 hook": 1e-3, "ddp, int8 hook": 1e-2,
+    "float16": 1e-2,
+    "zeropp": 1e-2,
+    "ddp, float16 hook": 1e-3,
+    "ddp, int8 hook": 1e-2,
     "ddp, PowerSGD 4": 1e-6,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RUNS)

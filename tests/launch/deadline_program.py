@@ -268,10 +268,18 @@ def each_with_a_victim(world: Communicator, names: Sequence[str]) -> Programs:
 FUNCTIONS = {
     each.__name__: each
     for each in (
-        stopped, interrupted, dumped, signalled, made, killed, outsider,
-        shrink_late, shrink_patient, shrink_refused,
+        stopped,
+        interrupted,
+        dumped,
+        signalled,
+        made,
+        killed,
+        outsider,
+        shrink_late,
+        shrink_patient,
+        shrink_refused,
     )
-}  # fmt: skip
+}
 # After these MPI can end.
 HARMLESS = {"stopped", "dumped", "signalled", "shrink_patient", "shrink_refused"}
 

@@ -26,18 +26,45 @@ from parallel.commands.training import Training
 from parallel.train import parser
 
 SMALL = (
-    "--text", argparse.__file__, "--layers", "1", "--hidden", "8", "--heads", "2",
-    "--context", "4", "--batch", "19", "--steps", "2", "--micro-batches", "2",
-)  # fmt: skip
+    "--text",
+    argparse.__file__,
+    "--layers",
+    "1",
+    "--hidden",
+    "8",
+    "--heads",
+    "2",
+    "--context",
+    "4",
+    "--batch",
+    "19",
+    "--steps",
+    "2",
+    "--micro-batches",
+    "2",
+)
 EXACT = (
-    "server-sync", "ddp", "ddp --bucket-bytes 1", "ddp --dtype float16", "zero1", "zero2",
-    "zero2 --dtype float16 --clip 1", "zero3", "zero3 --keep-after-forward --tied", "hsdp",
-    "hsdp --group-size 1", "zero3 --progress thread",
-)  # fmt: skip
+    "server-sync",
+    "ddp",
+    "ddp --bucket-bytes 1",
+    "ddp --dtype float16",
+    "zero1",
+    "zero2",
+    "zero2 --dtype float16 --clip 1",
+    "zero3",
+    "zero3 --keep-after-forward --tied",
+    "hsdp",
+    "hsdp --group-size 1",
+    "zero3 --progress thread",
+)
 ROUNDED = (
-    "server-async --staleness-bound 0", "ddp --hook int8", "ddp --hook powersgd:2", "zeropp",
-    "zeropp --gradient-bits 4", "local-updates --every 2",
-)  # fmt: skip
+    "server-async --staleness-bound 0",
+    "ddp --hook int8",
+    "ddp --hook powersgd:2",
+    "zeropp",
+    "zeropp --gradient-bits 4",
+    "local-updates --every 2",
+)
 Leak = Callable[[Communicator], None]
 ALONE: dict[tuple[object, ...], list[float]] = {}  # losses, by what one rank trains
 CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative

@@ -66,9 +66,13 @@ def test_a_run_goes_on_with_its_traffic_watched(tmp_path: Path) -> None:
         (2, ["--strategy", "ddp", "--steps", "4", "--resume", folder]),
     ):
         done = launch(
-            ranks, [*words, *more], timeout=60, env={"PYTHONPATH": str(ROOT)}, capture=True,
+            ranks,
+            [*words, *more],
+            timeout=60,
+            env={"PYTHONPATH": str(ROOT)},
+            capture=True,
             mpi_args=MPIRUN_ARGS if is_open_mpi else (),
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert "predicted = recorded" + " = observed" * is_open_mpi in done.stdout
     assert "continuing from step 2" in done.stdout

@@ -24,10 +24,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def run(
-    *programs: str,
-    size: int,
-    env: dict[str, str] | None = None,
-    fault_tolerant: bool = False,
+    *programs: str, size: int, env: dict[str, str] | None = None, fault_tolerant: bool = False
 ) -> subprocess.CompletedProcess[str]:
     return launch(
         size,

@@ -24,9 +24,7 @@ def run(*command: str, ranks: int = 4, **options: Any) -> Any:
     return launch(ranks, [*command], timeout=90, env=env, capture=True, **options)
 
 
-SMALL = [
-    "--layers", "1", "--hidden", "8", "--steps", "6", "--batch", "12", "--text", __file__,
-]  # fmt: skip
+SMALL = ["--layers", "1", "--hidden", "8", "--steps", "6", "--batch", "12", "--text", __file__]
 
 
 def test_where_a_death_is_the_end_of_all_elastic_training_is_refused() -> None:

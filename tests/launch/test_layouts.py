@@ -38,33 +38,57 @@ class Layout(NamedTuple):
 
 # Those of one job, on so many ranks.  On MPICH, .ci/run runs those of "4 ranks" alone.
 JOBS: dict[str, tuple[int, list[Layout]]] = {
-    "4 ranks": (4, [
-        Layout("--mesh data=2,context=2 --attention ulysses --zero 2"),
-        Layout("--mesh expert=4 --padding needed --dispatch-parts 2", f"--moe gshard {EXPERTS}"),
-        Layout("--mesh context=2,expert=2", f"--moe expert-choice {EXPERTS}"),
-        Layout("--mesh pipe=2,expert=2 --schedule dualpipe-v",
-               f"--moe switch {EXPERTS} --micro-batches 4"),
-    ]),
-    "8 ranks": (8, [
-        Layout("--mesh pipe=2,context=2,tensor=2 --micro-batches 4 --zero 1", "--tied"),
-    ]),
-    "more on 4 ranks": (4, [
-        Layout("--mesh pipe=4 --schedule dualpipe --micro-batches 16",
-               "--tied --layers 4 --clip 0.1"),
-        Layout("--mesh data=2,expert=2 --zero 1", f"--moe switch {EXPERTS}"),
-        Layout("--mesh expert=4 --dispatch hierarchical --ranks-per-host 2 --zero 1",
-               f"--moe stable {EXPERTS}"),
-    ]),
-    "more on 8 ranks": (8, [
-        Layout("--mesh pipe=2,data=2,tensor=2 --schedule zb-v --micro-batches 4 --zero 1"
-               " --sequence-parallel"),
-        Layout("--mesh tensor=2,data=2,pipe=2 --micro-batches 4 --zero 1"),
-        Layout("--mesh pipe=2,expert=2,tensor=2 --micro-batches 2 --zero 1",
-               f"--moe sigmoid {EXPERTS}"),
-        Layout("--mesh pipe=2,expert=2,tensor=2 --zero 1 --schedule dualpipe",
-               f"--moe switch {EXPERTS} --micro-batches 4"),
-    ]),
-}  # fmt: skip
+    "4 ranks": (
+        4,
+        [
+            Layout("--mesh data=2,context=2 --attention ulysses --zero 2"),
+            Layout(
+                "--mesh expert=4 --padding needed --dispatch-parts 2", f"--moe gshard {EXPERTS}"
+            ),
+            Layout("--mesh context=2,expert=2", f"--moe expert-choice {EXPERTS}"),
+            Layout(
+                "--mesh pipe=2,expert=2 --schedule dualpipe-v",
+                f"--moe switch {EXPERTS} --micro-batches 4",
+            ),
+        ],
+    ),
+    "8 ranks": (
+        8,
+        [Layout("--mesh pipe=2,context=2,tensor=2 --micro-batches 4 --zero 1", "--tied")],
+    ),
+    "more on 4 ranks": (
+        4,
+        [
+            Layout(
+                "--mesh pipe=4 --schedule dualpipe --micro-batches 16",
+                "--tied --layers 4 --clip 0.1",
+            ),
+            Layout("--mesh data=2,expert=2 --zero 1", f"--moe switch {EXPERTS}"),
+            Layout(
+                "--mesh expert=4 --dispatch hierarchical --ranks-per-host 2 --zero 1",
+                f"--moe stable {EXPERTS}",
+            ),
+        ],
+    ),
+    "more on 8 ranks": (
+        8,
+        [
+            Layout(
+                "--mesh pipe=2,data=2,tensor=2 --schedule zb-v --micro-batches 4 --zero 1"
+                " --sequence-parallel"
+            ),
+            Layout("--mesh tensor=2,data=2,pipe=2 --micro-batches 4 --zero 1"),
+            Layout(
+                "--mesh pipe=2,expert=2,tensor=2 --micro-batches 2 --zero 1",
+                f"--moe sigmoid {EXPERTS}",
+            ),
+            Layout(
+                "--mesh pipe=2,expert=2,tensor=2 --zero 1 --schedule dualpipe",
+                f"--moe switch {EXPERTS} --micro-batches 4",
+            ),
+        ],
+    ),
+}
 
 
 def run(num_ranks: int, words: list[str], timeout: float) -> str:

@@ -38,9 +38,7 @@ def test_all_strategies_are_there() -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
-def test_every_strategy_sends_and_keeps_what_it_says_and_trains_as_one_rank(
-    num_ranks: int,
-) -> None:
+def test_every_strategy_sends_and_keeps_what_it_says_and_trains_as_one_rank(num_ranks: int) -> None:
     """Parameters of all ranks are equal, too.  In the end messages that nobody said are noticed."""
     run_every_strategy(num_ranks)
 

@@ -143,8 +143,10 @@ def test_what_a_program_records_does_not_change(tmp_path: Path) -> None:
     ledgers, table = shown.stdout.split("What ranks", 1)
     assert ledgers == plain.stdout
     assert {line.split()[0] for line in ledgers.splitlines()} == {
-        "all_reduce", "outer", "outer/inner"
-    }  # fmt: skip
+        "all_reduce",
+        "outer",
+        "outer/inner",
+    }
     lines = RECORDED.splitlines()
     outside, inner = (
         next(k for k, text in enumerate(lines, 1) if text.endswith(f"# {name}"))

@@ -41,8 +41,9 @@ SEED, STEP_NUMBER = 3, 2
 SIZES = [1, 2, 3, 4, 8]
 CLOSE = {"float64": 1e-12, "float32": 1e-5}
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sigmoid": {"num_nodes": 2, "most_nodes": 1}, "expert-choice": {"capacity_factor": 3.0},
-}  # fmt: skip
+    "sigmoid": {"num_nodes": 2, "most_nodes": 1},
+    "expert-choice": {"capacity_factor": 3.0},
+}
 
 
 def mlp(dim: int = DIM, hidden: int = HIDDEN, dropout: float = 0.0) -> Layer:
@@ -87,11 +88,18 @@ class Setup(NamedTuple):
         self, mesh: Mesh | None, log: RoutingLog, expert: Callable[[], Layer] | None = None
     ) -> MixtureOfExperts:
         layer = MixtureOfExperts(
-            self.dim, self.make_gate(), expert or partial(mlp, self.dim, self.hidden, self.dropout),
-            mesh=mesh, padding=self.padding, num_parts=self.num_parts, payload=self.payload,
-            log=log, dispatch=self.dispatch, ranks_per_host=self.ranks_per_host,
+            self.dim,
+            self.make_gate(),
+            expert or partial(mlp, self.dim, self.hidden, self.dropout),
+            mesh=mesh,
+            padding=self.padding,
+            num_parts=self.num_parts,
+            payload=self.payload,
+            log=log,
+            dispatch=self.dispatch,
+            ranks_per_host=self.ranks_per_host,
             rows_per_group=self.rows_per_group,
-        )  # fmt: skip
+        )
         layer.bias[-1] += 1000 * self.all_to_one
         return layer
 
@@ -124,14 +132,26 @@ class Setup(NamedTuple):
         mine = slice(rows.of_rank[rank].start, rows.of_rank[rank].stop)
         number = 1 if self.all_to_one else 256
         whole = np.random.default_rng(8).integers(0, number, (self.num_rows, CONTEXT))
-        return Step(whole[mine], total=whole.size, context=CONTEXT, tokens=whole[mine], batch=rows,
-                    loss_scale=2.0)  # fmt: skip
+        return Step(
+            whole[mine],
+            total=whole.size,
+            context=CONTEXT,
+            tokens=whole[mine],
+            batch=rows,
+            loss_scale=2.0,
+        )
 
     def spec(self, rank: int) -> ArraySpec:
         rows = BatchRows(STEP_NUMBER, self.rows(), SEED)
         shape = (len(rows.of_rank[rank]), CONTEXT, self.dim)
-        return ArraySpec(shape, dtype_of(self.dtype).itemsize, context=CONTEXT, length=CONTEXT,
-                         rank=rank, batch=rows)  # fmt: skip
+        return ArraySpec(
+            shape,
+            dtype_of(self.dtype).itemsize,
+            context=CONTEXT,
+            length=CONTEXT,
+            rank=rank,
+            batch=rows,
+        )
 
     def run(self, expected: RoutingLog | None = None) -> list[Found]:
         """Forward and backward on all ranks; predictions follow from the log of one rank."""
@@ -161,11 +181,23 @@ class Setup(NamedTuple):
                     for call in each
                 ]
                 table = TrafficTable(calls, record, None, size=self.size)
-            formulas = [] if expected is None else [
-                layer.activation_bytes(self.spec(rank)) for rank in range(self.size)
-            ]  # fmt: skip
-            return Found(y, dx, gradients, step.losses, log, memory.now["saved"], rest, formulas,
-                         made.model, table)  # fmt: skip
+            formulas = (
+                []
+                if expected is None
+                else [layer.activation_bytes(self.spec(rank)) for rank in range(self.size)]
+            )
+            return Found(
+                y,
+                dx,
+                gradients,
+                step.losses,
+                log,
+                memory.now["saved"],
+                rest,
+                formulas,
+                made.model,
+                table,
+            )
 
         found: list[Found] = collectives.run(fn, size=self.size, timeout=60)
         return found

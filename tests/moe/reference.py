@@ -26,8 +26,12 @@ def masks(routing: Routing, weights: Values, capacity: int) -> Masks:
     per_group = routing.num_tokens // routing.num_groups
     shape = (routing.num_groups, per_group, routing.num_experts, capacity)
     kept = ~routing.is_dropped
-    at = (routing.group[kept], routing.token[kept] % per_group, routing.expert[kept],
-          routing.slot[kept])  # fmt: skip
+    at = (
+        routing.group[kept],
+        routing.token[kept] % per_group,
+        routing.expert[kept],
+        routing.slot[kept],
+    )
     dispatch, combine = np.zeros(shape, weights.dtype), np.zeros(shape, weights.dtype)
     dispatch[at] = 1
     combine[at] = weights[kept]

@@ -21,11 +21,17 @@ from tests.parallel.split_layers import bound_by_name
 
 SIZE = 4
 FORMS: dict[str, dict[str, Any]] = {
-    "flat": {}, "parts": {"num_parts": 2}, "capacity": {"padding": "capacity"},
-    "needed": {"padding": "needed"}, "hierarchical": {"dispatch": "hierarchical"},
-    "weights": {"dispatch": "weights"}, "cheaper": {"dispatch": "cheaper"},
-    "int8": {"payload": "int8"}, "bfloat16": {"payload": "bfloat16"}, "dropout": {"dropout": 0.3},
-}  # fmt: skip
+    "flat": {},
+    "parts": {"num_parts": 2},
+    "capacity": {"padding": "capacity"},
+    "needed": {"padding": "needed"},
+    "hierarchical": {"dispatch": "hierarchical"},
+    "weights": {"dispatch": "weights"},
+    "cheaper": {"dispatch": "cheaper"},
+    "int8": {"payload": "int8"},
+    "bfloat16": {"payload": "bfloat16"},
+    "dropout": {"dropout": 0.3},
+}
 
 
 class Both(NamedTuple):

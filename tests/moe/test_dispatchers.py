@@ -204,8 +204,12 @@ def bytes_of_token(source: int, experts: list[int], per_host: int | None) -> Sen
 
     def send_row(a: int, b: int) -> None:
         """There and back, in forward and in backward."""
-        for phase, *ends in (("forward/dispatch", a, b), ("forward/combine", b, a),
-                             ("backward/combine", a, b), ("backward/dispatch", b, a)):  # fmt: skip
+        for phase, *ends in (
+            ("forward/dispatch", a, b),
+            ("forward/combine", b, a),
+            ("backward/combine", a, b),
+            ("backward/dispatch", b, a),
+        ):
             send(phase, *ends, 8 * DIM)
 
     if per_host is None:
@@ -282,9 +286,13 @@ def test_rounded_payloads_may_be_sent_once_to_each_host(payload: str, close: flo
 def test_the_hosts_of_the_communicator_count_if_none_are_given() -> None:
     def hosts(comm: Communicator, **options: int) -> int:
         layer = MixtureOfExperts(
-            DIM, Setup("switch").make_gate(), mlp, mesh=Mesh(comm, expert=4),
-            dispatch="hierarchical", **options,
-        )  # fmt: skip
+            DIM,
+            Setup("switch").make_gate(),
+            mlp,
+            mesh=Mesh(comm, expert=4),
+            dispatch="hierarchical",
+            **options,
+        )
         assert isinstance(layer.dispatcher, Hierarchical)
         return layer.dispatcher.hosts.num
 

@@ -320,8 +320,11 @@ def test_sums_are_the_same_with_and_without_the_kernel(
     for one, other in zip(compiled, results(), strict=True):
         assert one.dtype == other.dtype == y
         np.testing.assert_array_equal(one, other)
-    np.testing.assert_allclose(compiled[0][number[0]], rows[sums.row[: sums.starts[number[0] + 1]]]
-                               .astype(y).sum(axis=0), rtol=1e-4)  # fmt: skip
+    np.testing.assert_allclose(
+        compiled[0][number[0]],
+        rows[sums.row[: sums.starts[number[0] + 1]]].astype(y).sum(axis=0),
+        rtol=1e-4,
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)

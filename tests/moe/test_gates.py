@@ -97,9 +97,12 @@ def test_routing_does_not_depend_on_how_rows_are_divided(name: str) -> None:
         for i in range(parts):
             tokens = slice(i * rows * per_row, (i + 1) * rows * per_row)
             gated = gate.forward(
-                given["logits"][tokens], streams(i * rows, rows), num_groups=rows,
-                bias=given["bias"], token_ids=given["token_ids"][tokens],
-            )  # fmt: skip
+                given["logits"][tokens],
+                streams(i * rows, rows),
+                num_groups=rows,
+                bias=given["bias"],
+                token_ids=given["token_ids"][tokens],
+            )
             tables.append(gated.routing.table(tokens.start))
             loss += gated.loss
         assert digest(tables) == digest(tables[::-1]) == wanted
@@ -127,16 +130,22 @@ def test_no_token_is_lost_or_doubled() -> None:
 @pytest.mark.parametrize(
     ("rule", "given", "wanted"),
     [
-        ("gshard", (1024, 8, 2, 1.0), 256), ("gshard", (10, 4, 2, 1.0), 5),
-        ("switch", (10, 4, 1, 1.25), 4), ("switch", (64, 8, 1, 1.25), 10),
-        ("deepspeed", (8, 8, 1, 1.0), 4), ("deepspeed", (64, 8, 1, 1.25), 10),
-        ("tutel", (10, 4, 2, 1.5), 8), ("tutel", (10, 4, 2, 0.1), 0),
-        ("v-moe", (196, 32, 2, 1.05), 16), ("v-moe", (64, 8, 1, 1.0), 8),
-        ("expert-choice", (64, 8, 1, 2.0), 16), ("expert-choice", (4, 1, 1, 2.0), 4),
+        ("gshard", (1024, 8, 2, 1.0), 256),
+        ("gshard", (10, 4, 2, 1.0), 5),
+        ("switch", (10, 4, 1, 1.25), 4),
+        ("switch", (64, 8, 1, 1.25), 10),
+        ("deepspeed", (8, 8, 1, 1.0), 4),
+        ("deepspeed", (64, 8, 1, 1.25), 10),
+        ("tutel", (10, 4, 2, 1.5), 8),
+        ("tutel", (10, 4, 2, 0.1), 0),
+        ("v-moe", (196, 32, 2, 1.05), 16),
+        ("v-moe", (64, 8, 1, 1.0), 8),
+        ("expert-choice", (64, 8, 1, 2.0), 16),
+        ("expert-choice", (4, 1, 1, 2.0), 4),
         # Exact where binary fractions are not: 10 * 1.1 = 11.000000000000002 in float64.
         ("gshard", (10, 1, 1, 1.1), 11),
     ],
-)  # fmt: skip
+)
 def test_capacities(rule: str, given: tuple[int, int, int, float], wanted: int) -> None:
     """Also of a factor that is a number of NumPy."""
     *sizes, factor = given
@@ -146,10 +155,14 @@ def test_capacities(rule: str, given: tuple[int, int, int, float], wanted: int) 
 @pytest.mark.parametrize(
     ("rule", "low", "high"),
     [
-        ("gshard", 3, 6), ("switch", 3, 6), ("deepspeed", 4, 6), ("tutel", 2, 4), ("v-moe", 4, 8),
+        ("gshard", 3, 6),
+        ("switch", 3, 6),
+        ("deepspeed", 4, 6),
+        ("tutel", 2, 4),
+        ("v-moe", 4, 8),
         (None, 28, 28),
     ],
-)  # fmt: skip
+)
 def test_experts_of_a_layer_take_what_the_rule_says(rule: str | None, low: int, high: int) -> None:
     """Of a group of 28 tokens that all choose the same expert of four, k = 2, with two factors."""
     for factor, wanted in ((0.2, low), (0.4, high)):
@@ -296,10 +309,7 @@ def test_extreme_numbers_of_experts_and_tokens(name: str) -> None:
         (lambda: Gate(0), "num_experts is 0"),
         (lambda: Gate(4, rule="none"), "no capacity rule"),
         (lambda: Gate(4, rule="switch", capacity_factor=0.0), "capacity_factor is 0.0"),
-        (
-            lambda: Gate(4, rule="switch", capacity_factor=np.inf),
-            "is inf: .*finite",
-        ),
+        (lambda: Gate(4, rule="switch", capacity_factor=np.inf), "is inf: .*finite"),
         (lambda: Gate(4, rule="switch", capacity_factor=np.nan), "capacity_factor is nan"),
         (lambda: Gate(4, scale=0.0), "scale is 0.0: it must be more than 0"),
         (lambda: Gate(4, noise=-0.1), "noise is -0.1: it must be at least 0"),

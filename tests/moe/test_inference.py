@@ -43,14 +43,25 @@ def make(
     if gate is None:
         return gpt(mesh=mesh, **ORDINARY)
     gates = without_capacity(gate_by_name(gate, {}))
-    return moe_gpt(gate=gates, num_experts=EXPERTS, every=1, num_shared=1, mesh=mesh, log=log,
-                   **options, **ORDINARY)  # fmt: skip
+    return moe_gpt(
+        gate=gates,
+        num_experts=EXPERTS,
+        every=1,
+        num_shared=1,
+        mesh=mesh,
+        log=log,
+        **options,
+        **ORDINARY,
+    )
 
 
 def run(
-    gate: str | None, prompts: list[bytes] = PROMPTS, temperature: float = 0.0,
-    options: dict[str, Any] | None = None, **axes: int,
-) -> list[Found]:  # fmt: skip
+    gate: str | None,
+    prompts: list[bytes] = PROMPTS,
+    temperature: float = 0.0,
+    options: dict[str, Any] | None = None,
+    **axes: int,
+) -> list[Found]:
     def on_rank(comm: Communicator) -> Found:
         mesh, log = Mesh(comm, **axes or {"data": 1}), RoutingLog()
         model = make(mesh, gate, log, **options or {})
@@ -90,9 +101,15 @@ def check(found: list[Found], wanted: list[bytes]) -> None:
 
 
 LAYOUTS: list[dict[str, int]] = [
-    {"expert": 2}, {"expert": 4}, {"tensor": 2}, {"expert": 2, "tensor": 2}, {"data": 2},
-    {"data": 2, "expert": 2}, {"expert": 8}, {"expert": 3, "tensor": 2},
-]  # fmt: skip
+    {"expert": 2},
+    {"expert": 4},
+    {"tensor": 2},
+    {"expert": 2, "tensor": 2},
+    {"data": 2},
+    {"data": 2, "expert": 2},
+    {"expert": 8},
+    {"expert": 3, "tensor": 2},
+]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])

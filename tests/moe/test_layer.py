@@ -198,13 +198,16 @@ def test_a_prediction_from_another_routing_fails() -> None:
 # Extreme routings
 
 DISPATCHERS: list[dict[str, Any]] = [
-    {"padding": "none"}, {"padding": "needed"},
+    {"padding": "none"},
+    {"padding": "needed"},
     {"dispatch": "hierarchical", "ranks_per_host": 2},
-]  # fmt: skip
+]
 ALL_TO_ONE = [
-    Setup("switch", 8, options=(("capacity_factor", 8.0),)), Setup("bias", 8, options=(("k", 1),)),
-    Setup("hash", 8), Setup("stable", 8, options=(("k", 2), ("capacity_factor", 8.0))),
-]  # fmt: skip
+    Setup("switch", 8, options=(("capacity_factor", 8.0),)),
+    Setup("bias", 8, options=(("k", 1),)),
+    Setup("hash", 8),
+    Setup("stable", 8, options=(("k", 2), ("capacity_factor", 8.0))),
+]
 
 
 def loads_of(setup: Setup) -> Any:
@@ -256,12 +259,13 @@ def test_one_expert_and_tokens_that_have_all_experts(
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_parts": 0}, "num_parts is 0"), ({"rows_per_group": 0}, "rows_per_group is 0"),
+        ({"num_parts": 0}, "num_parts is 0"),
+        ({"rows_per_group": 0}, "rows_per_group is 0"),
         ({"payload": "int4"}, "payload is 'int4'"),
         ({"gate": "bias", "padding": "capacity"}, "needs a gate with a capacity rule"),
         ({"padding": "some"}, "padding is 'some'"),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused(change: dict[str, Any], words: str) -> None:
     gate = Setup(change.pop("gate", "switch")).make_gate()
     with pytest.raises(ValueError, match=words):

@@ -48,9 +48,15 @@ DATA = text.load(__file__)
 
 def model_of(gate: str = "stable", **options: Any) -> dict[str, Any]:
     return {
-        "gate": gate, "num_experts": EXPERTS, "every": 1, "num_layers": 2, "hidden": HIDDEN,
-        "num_heads": 2, "context": CONTEXT, **options,
-    }  # fmt: skip
+        "gate": gate,
+        "num_experts": EXPERTS,
+        "every": 1,
+        "num_layers": 2,
+        "hidden": HIDDEN,
+        "num_heads": 2,
+        "context": CONTEXT,
+        **options,
+    }
 
 
 def step_of(log: RoutingLog, gate: str = "stable", **options: Any) -> TrainingStep:
@@ -113,15 +119,22 @@ def counted(matrix: Any, ranks_per_host: int) -> tuple[int, ...]:
 
 
 MESHES: list[tuple[dict[str, int], int]] = [
-    ({"expert": 4}, 2), ({"data": 2, "expert": 2}, 2), ({"data": 2, "expert": 4}, 2),
-    ({"data": 1, "expert": 3}, 1), ({"data": 1, "context": 2, "expert": 2}, 2),
+    ({"expert": 4}, 2),
+    ({"data": 2, "expert": 2}, 2),
+    ({"data": 2, "expert": 4}, 2),
+    ({"data": 1, "expert": 3}, 1),
+    ({"data": 1, "context": 2, "expert": 2}, 2),
     ({"data": 1, "expert": 2, "tensor": 2}, 2),
-]  # fmt: skip
+]
 OPTIONS: dict[str, dict[str, Any]] = {
-    "none": {}, "capacity": {"padding": "capacity"}, "needed": {"padding": "needed"},
-    "weights": {"dispatch": "weights"}, "cheaper": {"dispatch": "cheaper"},
-    "int8": {"payload": "int8"}, "parts": {"num_parts": 3},
-}  # fmt: skip
+    "none": {},
+    "capacity": {"padding": "capacity"},
+    "needed": {"padding": "needed"},
+    "weights": {"dispatch": "weights"},
+    "cheaper": {"dispatch": "cheaper"},
+    "int8": {"payload": "int8"},
+    "parts": {"num_parts": 3},
+}
 
 
 def compare(
@@ -335,15 +348,30 @@ def test_nothing_exists_of_planned_ranks() -> None:
 # The command
 
 
-WORDS = ["--moe", "stable", "--experts", "4", "--hidden", "8", "--heads", "2", "--layers", "2",
-         "--moe-every", "1"]  # fmt: skip
+WORDS = [
+    "--moe",
+    "stable",
+    "--experts",
+    "4",
+    "--hidden",
+    "8",
+    "--heads",
+    "2",
+    "--layers",
+    "2",
+    "--moe-every",
+    "1",
+]
 
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
     """The cells of each row, by the first of them."""
     assert main([*words]) == 0
-    rows = [line.strip("|").split("|") for line in capsys.readouterr().out.splitlines()
-            if line.startswith("|")]  # fmt: skip
+    rows = [
+        line.strip("|").split("|")
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith("|")
+    ]
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
@@ -356,16 +384,33 @@ def test_the_command_predicts_a_run_of_the_training_program(
     """
     log = tmp_path / "log.npz"
     model = [*WORDS, "--experts", "2,4", "--capacity-rule", "tutel"]
-    common = [*model, "--context", "8", "--batch", "16", "--mesh", "data=2,expert=2",
-              "--text", __file__]  # fmt: skip
+    common = [
+        *model,
+        "--context",
+        "8",
+        "--batch",
+        "16",
+        "--mesh",
+        "data=2,expert=2",
+        "--text",
+        __file__,
+    ]
     run = ["--threads", "4", "--steps", "1", "--no-monitor", "--save-routing", str(log)]
     assert train([*common, *run]) == 0
     traffic = capsys.readouterr().out
     from_text = printed(capsys, *common, "--layer", "block1", "--hosts", "2")
     of_file = printed(
-        capsys, *model, "--mesh", "data=2,expert=2", "--routing", str(log), "--layer", "block1",
-        "--hosts", "2",
-    )  # fmt: skip
+        capsys,
+        *model,
+        "--mesh",
+        "data=2,expert=2",
+        "--routing",
+        str(log),
+        "--layer",
+        "block1",
+        "--hosts",
+        "2",
+    )
     assert from_text == of_file
     for phase in ("forward/dispatch", "forward/combine", "backward/dispatch"):
         sent = of_file[phase][2]

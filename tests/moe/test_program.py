@@ -42,20 +42,37 @@ def test_every_gate_trains(gate: str) -> None:
     assert run("--moe", gate, "--mesh", "expert=2") == 0
 
 
-@pytest.mark.parametrize("words", [
-    ("--strategy", "ddp"), ("--strategy", "zero2"), ("--mesh", "data=2"),
-    ("--shared-experts", "1", "--moe-every", "1"), ("--payload", "int8"),
-    ("--padding", "needed", "--dispatch-parts", "2"),
-    ("--capacity-factor", "2.0", "--capacity-rule", "tutel", "--padding", "capacity"),
-    ("--recompute",), ("--dispatch", "weights"), ("--dispatch", "cheaper"),
-    ("--dropout", "0.1", "--expert-dropout", "0.4"), ("--rows-per-group", "2", "--batch", "8"),
-    ("--dispatch", "hierarchical", "--ranks-per-host", "1"),
-    ("--strategy", "zero3", "--dispatch", "weights"),
-    ("--strategy", "zero3", "--dispatch", "cheaper", "--micro-batches", "2"),
-    ("--mesh", "pipe=2", "--schedule", "zb-h1", "--shared-experts", "2"),
-    ("--mesh", "pipe=2,tensor=1", "--schedule", "zb-h1", "--shared-experts", "3", "--recompute"),
-    ("--dispatch", "flat", "--padding", "none", "--payload", "same"),  # the defaults, by name
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--strategy", "ddp"),
+        ("--strategy", "zero2"),
+        ("--mesh", "data=2"),
+        ("--shared-experts", "1", "--moe-every", "1"),
+        ("--payload", "int8"),
+        ("--padding", "needed", "--dispatch-parts", "2"),
+        ("--capacity-factor", "2.0", "--capacity-rule", "tutel", "--padding", "capacity"),
+        ("--recompute",),
+        ("--dispatch", "weights"),
+        ("--dispatch", "cheaper"),
+        ("--dropout", "0.1", "--expert-dropout", "0.4"),
+        ("--rows-per-group", "2", "--batch", "8"),
+        ("--dispatch", "hierarchical", "--ranks-per-host", "1"),
+        ("--strategy", "zero3", "--dispatch", "weights"),
+        ("--strategy", "zero3", "--dispatch", "cheaper", "--micro-batches", "2"),
+        ("--mesh", "pipe=2", "--schedule", "zb-h1", "--shared-experts", "2"),
+        (
+            "--mesh",
+            "pipe=2,tensor=1",
+            "--schedule",
+            "zb-h1",
+            "--shared-experts",
+            "3",
+            "--recompute",
+        ),
+        ("--dispatch", "flat", "--padding", "none", "--payload", "same"),  # the defaults, by name
+    ],
+)
 def test_options(words: tuple[str, ...]) -> None:
     """Also without an axis for experts: then each rank has all of them."""
     has_axis = {"--strategy", "--mesh"} & set(words)
@@ -71,13 +88,23 @@ def test_what_experts_share_is_offloaded_once(tmp_path: Path) -> None:
 LARGE_MIXTURE = (*LARGE, "--moe-every", "1", "--moe", "switch")
 
 
-@pytest.mark.parametrize("words", [
-    (), ("--padding", "capacity"), ("--padding", "needed", "--dispatch-parts", "2"),
-    ("--dispatch", "hierarchical", "--ranks-per-host", "1"), ("--dispatch", "weights"),
-    ("--dispatch", "cheaper"), ("--payload", "int8"), ("--shared-experts", "2"),
-    ("--mesh", "data=2"), ("--mesh", "context=2"), ("--mesh", "tensor=2"),
-    ("--mesh", "pipe=2", "--schedule", "zb-h1", "--shared-experts", "2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--padding", "capacity"),
+        ("--padding", "needed", "--dispatch-parts", "2"),
+        ("--dispatch", "hierarchical", "--ranks-per-host", "1"),
+        ("--dispatch", "weights"),
+        ("--dispatch", "cheaper"),
+        ("--payload", "int8"),
+        ("--shared-experts", "2"),
+        ("--mesh", "data=2"),
+        ("--mesh", "context=2"),
+        ("--mesh", "tensor=2"),
+        ("--mesh", "pipe=2", "--schedule", "zb-h1", "--shared-experts", "2"),
+    ],
+)
 def test_the_memory_of_large_arrays_is_predicted(words: tuple[str, ...]) -> None:
     assert run(*LARGE_MIXTURE, *(() if "--mesh" in words else ("--mesh", "expert=2")), *words) == 0
 
@@ -112,8 +139,18 @@ def test_deeper_blocks_have_more_experts() -> None:
     """PR-MoE: two ranks lose what one does, and not what they lose with as many in each block."""
 
     def losses(experts: str, ranks: int) -> list[float]:
-        words = ("--moe", "stable", "--experts", experts, "--moe-every", "1", "--mesh",
-                 f"expert={ranks}", "--micro-batches", "2")  # fmt: skip
+        words = (
+            "--moe",
+            "stable",
+            "--experts",
+            experts,
+            "--moe-every",
+            "1",
+            "--mesh",
+            f"expert={ranks}",
+            "--micro-batches",
+            "2",
+        )
 
         def fn(comm: Communicator) -> list[float]:
             training = Training(comm, parser().parse_args([*MODEL, *words]), mixture_spec)
@@ -196,10 +233,13 @@ def test_what_is_refused(words: tuple[str, ...], message: str) -> None:
         run(*words)
 
 
-@pytest.mark.parametrize(("refused", "kept"), [
-    (("--strategy", "local-updates"), ()),
-    (("--strategy", "server-sync"), ("--bucket-bytes", "9")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("refused", "kept"),
+    [
+        (("--strategy", "local-updates"), ()),
+        (("--strategy", "server-sync"), ("--bucket-bytes", "9")),
+    ],
+)
 def test_what_is_said_to_work_works(refused: tuple[str, ...], kept: tuple[str, ...]) -> None:
     """Each axis, stage and name in the sentence, in place of the words that are refused."""
     words = ("--moe", "switch", "--moe-every", "1", *kept)
@@ -264,12 +304,15 @@ class Refused(NamedTuple):
     words: str
 
 
-@pytest.mark.parametrize("case", [
-    # The second rank has whole groups.
-    Refused({"rows_per_group": 2}, 5, 4, "3 rows of a rank are not whole groups of 2"),
-    Refused({"gate": "expert-choice"}, 4, 1, "a capacity of 0 for 1 tokens"),
-    Refused({"padding": "capacity"}, 4, 5, "5 tokens in a row, but positions for 4 only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "case",
+    [
+        # The second rank has whole groups.
+        Refused({"rows_per_group": 2}, 5, 4, "3 rows of a rank are not whole groups of 2"),
+        Refused({"gate": "expert-choice"}, 4, 1, "a capacity of 0 for 1 tokens"),
+        Refused({"padding": "capacity"}, 4, 5, "5 tokens in a row, but positions for 4 only"),
+    ],
+)
 def test_a_trainer_refuses_an_impossible_batch_before_it_sends(case: Refused) -> None:
     """On all ranks, in the first step, or earlier if it is asked."""
 
@@ -315,9 +358,14 @@ def test_a_trainer_is_refused_if_experts_would_never_take_a_token() -> None:
 def rows_of(comm: Communicator, rows: int, context: int) -> Any:
     """This rank's part of a batch of both."""
     return text.batch(
-        np.arange(256, dtype=np.uint8), seed=0, step=0, batch_size=rows, context=context,
-        rank=comm.rank, num_ranks=comm.size,
-    )  # fmt: skip
+        np.arange(256, dtype=np.uint8),
+        seed=0,
+        step=0,
+        batch_size=rows,
+        context=context,
+        rank=comm.rank,
+        num_ranks=comm.size,
+    )
 
 
 def trainer_of(comm: Communicator, **options: Any) -> Trainer:

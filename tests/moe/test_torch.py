@@ -183,30 +183,33 @@ CASES = {
     ),
     "stable": Case(
         named.stable(EXPERTS, capacity_factor=0.75, weight=WEIGHT, z_weight=Z_WEIGHT),
-        lambda g: stable(g, 5), drops=True,
+        lambda g: stable(g, 5),
+        drops=True,
     ),
     "v-moe": Case(
-        named.v_moe(EXPERTS, capacity_factor=0.75, weight=WEIGHT), lambda g: v_moe(g, 4),
-        drops=True,
+        named.v_moe(EXPERTS, capacity_factor=0.75, weight=WEIGHT), lambda g: v_moe(g, 4), drops=True
     ),
     "hash": Case(named.hash_layer(EXPERTS, k=2), lambda g: hashed(g, 2)),
     "switch": Case(
         named.switch(EXPERTS, capacity_factor=0.75, weight=WEIGHT),
-        lambda g: top_k(g, 1, 3, is_normalized=False), drops=True,
+        lambda g: top_k(g, 1, 3, is_normalized=False),
+        drops=True,
     ),
     "gshard": Case(
         named.gshard(EXPERTS, capacity_factor=0.75, weight=WEIGHT),
-        lambda g: gshard(g, 5, WEIGHT * EXPERTS), drops=True,
+        lambda g: gshard(g, 5, WEIGHT * EXPERTS),
+        drops=True,
     ),
     "gshard, the paper's loss": Case(
         named.gshard(EXPERTS, capacity_factor=0.75, weight=WEIGHT / EXPERTS**2),
-        lambda g: gshard(g, 5, WEIGHT / EXPERTS), drops=True,
+        lambda g: gshard(g, 5, WEIGHT / EXPERTS),
+        drops=True,
     ),
     "expert-choice": Case(named.choice(EXPERTS), lambda g: expert_choice(g, 6)),
     "sigmoid": Case(
         named.sigmoid(EXPERTS, k=2, scale=2.5, weight=WEIGHT), lambda g: biased(g, 2, 2.5)
     ),
-}  # fmt: skip
+}
 
 
 class Ends(NamedTuple):
@@ -306,30 +309,41 @@ def test_both_fates_of_a_second_expert_occur() -> None:
 
 NOT_THE_SAME: list[tuple[str, Callable[[Group], Prediction], set[str]]] = [
     (  # without the auxiliary loss
-        "switch", lambda g: top_k(g, 1, 3, is_normalized=False)._replace(loss=torch.zeros(())),
+        "switch",
+        lambda g: top_k(g, 1, 3, is_normalized=False)._replace(loss=torch.zeros(())),
         {"loss", "router", "x"},
     ),
     (  # without the capacity
-        "switch", lambda g: top_k(g, 1, None, is_normalized=False),
+        "switch",
+        lambda g: top_k(g, 1, None, is_normalized=False),
         {"y", "router", "experts.up.weight", "x"},
     ),
     (  # other numbers are drawn
-        "gshard", lambda g: gshard(g._replace(uniform=1 - g.uniform), 5, WEIGHT * EXPERTS),
+        "gshard",
+        lambda g: gshard(g._replace(uniform=1 - g.uniform), 5, WEIGHT * EXPERTS),
         {"y", "router", "x"},
     ),
     (  # another factor of the loss
-        "gshard", lambda g: gshard(g, 5, WEIGHT / EXPERTS), {"loss", "router", "x"}
+        "gshard",
+        lambda g: gshard(g, 5, WEIGHT / EXPERTS),
+        {"loss", "router", "x"},
     ),
     (  # without the loss of large logits
-        "stable", lambda g: top_k(g, 2, 5, is_normalized=True), {"loss", "router", "x"}
+        "stable",
+        lambda g: top_k(g, 2, 5, is_normalized=True),
+        {"loss", "router", "x"},
     ),
     (  # without noise
-        "v-moe", lambda g: v_moe(g._replace(noise=0 * g.noise), 4), {"y", "loss", "router", "x"}
+        "v-moe",
+        lambda g: v_moe(g._replace(noise=0 * g.noise), 4),
+        {"y", "loss", "router", "x"},
     ),
     (  # other tokens
-        "hash", lambda g: hashed(g._replace(tokens=g.tokens + 1), 2), {"y", "experts.up.weight"}
+        "hash",
+        lambda g: hashed(g._replace(tokens=g.tokens + 1), 2),
+        {"y", "experts.up.weight"},
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "plain", "where"), NOT_THE_SAME)

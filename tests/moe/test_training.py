@@ -45,11 +45,22 @@ class Mixture(NamedTuple):
         is_alone = mesh is None or mesh.size == 1
         log = RoutingLog()
         model = moe_gpt(
-            gate=self.gate, num_experts=self.num_experts, every=1, num_shared=self.num_shared,
-            num_layers=self.blocks, num_heads=2, hidden=6, context=CONTEXT, mesh=mesh, log=log,
-            padding=self.padding, dispatch=self.dispatch, ranks_per_host=self.ranks_per_host,
-            dropout=self.dropout, expert_dropout=2 * self.dropout,
-        )  # fmt: skip
+            gate=self.gate,
+            num_experts=self.num_experts,
+            every=1,
+            num_shared=self.num_shared,
+            num_layers=self.blocks,
+            num_heads=2,
+            hidden=6,
+            context=CONTEXT,
+            mesh=mesh,
+            log=log,
+            padding=self.padding,
+            dispatch=self.dispatch,
+            ranks_per_host=self.ranks_per_host,
+            dropout=self.dropout,
+            expert_dropout=2 * self.dropout,
+        )
         if is_alone:
             LOGS[self] = log
         for layer in mixtures(model):
@@ -66,8 +77,14 @@ def setup_of(mixture: Mixture, zero: int = 1, parts: int = 2, **axes: int) -> Se
     sharding: Callable[[], Sharding] = partial(Sharding.zero, zero, axes=shared)
     if not zero:
         sharding = partial(Sharding.ddp, axes=shared)
-    return Setup(tuple(axes.items()), recipe=recipe, sharding=sharding if shared else Sharding,
-                 of=mixture, rows=13, steps=STEPS)  # fmt: skip
+    return Setup(
+        tuple(axes.items()),
+        recipe=recipe,
+        sharding=sharding if shared else Sharding,
+        of=mixture,
+        rows=13,
+        steps=STEPS,
+    )
 
 
 def check(setup: Setup) -> list[End]:
@@ -94,13 +111,23 @@ def test_every_gate(name: str, padding: str, axes: dict[str, int]) -> None:
 
 
 LAYOUTS: list[dict[str, int]] = [
-    {"expert": 4}, {"expert": 8}, {"data": 4, "expert": 2}, {"pipe": 2, "expert": 2},
-    {"expert": 2, "tensor": 2}, {"data": 2, "expert": 2, "tensor": 2},
-    {"pipe": 2, "expert": 2, "tensor": 2}, {"pipe": 2, "data": 2, "expert": 2}, {"data": 3},
-    {"tensor": 2}, {"pipe": 2}, {"context": 2}, {"context": 3, "expert": 2},
-    {"data": 2, "context": 2, "expert": 2}, {"pipe": 2, "context": 2, "expert": 2},
+    {"expert": 4},
+    {"expert": 8},
+    {"data": 4, "expert": 2},
+    {"pipe": 2, "expert": 2},
+    {"expert": 2, "tensor": 2},
+    {"data": 2, "expert": 2, "tensor": 2},
+    {"pipe": 2, "expert": 2, "tensor": 2},
+    {"pipe": 2, "data": 2, "expert": 2},
+    {"data": 3},
+    {"tensor": 2},
+    {"pipe": 2},
+    {"context": 2},
+    {"context": 3, "expert": 2},
+    {"data": 2, "context": 2, "expert": 2},
+    {"pipe": 2, "context": 2, "expert": 2},
     {"context": 2, "expert": 2, "tensor": 2},
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("axes", "optimizer"), [*zip(LAYOUTS, cycle(OPTIMIZERS), strict=False)])
@@ -189,9 +216,10 @@ def test_an_expert_gradient_that_is_not_summed_over_its_copies_is_noticed() -> N
 
     def skip(trainer: Trainer) -> None:
         trainer.actions = [
-            each for each in trainer.actions
+            each
+            for each in trainer.actions
             if not (isinstance(each, Reduce) and each.axes == ("data",))
-        ]  # fmt: skip
+        ]
 
     setup = setup_of(Mixture(), zero=0, data=2, expert=2)
     alone = setup.alone()  # first: of which the routing is predicted
@@ -234,9 +262,14 @@ def test_rows_that_a_rank_should_not_have_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "axes",
-    [{"expert": 2}, {"data": 2, "expert": 2}, {"pipe": 2, "expert": 2}, {"context": 2},
-     {"tensor": 2}],
-)  # fmt: skip
+    [
+        {"expert": 2},
+        {"data": 2, "expert": 2},
+        {"pipe": 2, "expert": 2},
+        {"context": 2},
+        {"tensor": 2},
+    ],
+)
 def test_biases_are_those_of_one_rank(axes: dict[str, int]) -> None:
     """They have changed in each step by the loads of all ranks."""
     setup = setup_of(Mixture("bias"), **axes)

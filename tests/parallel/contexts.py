@@ -70,9 +70,12 @@ class Case(NamedTuple):
         positions, heads = self.part(mesh, rank)
         length, num_heads = len(positions), heads.stop - heads.start
         return ArraySpec(
-            (ROWS, length, 3 * num_heads * WIDTH), dtype_of(self.dtype).itemsize,
-            context=self.context, length=length, rank=rank,
-        )  # fmt: skip
+            (ROWS, length, 3 * num_heads * WIDTH),
+            dtype_of(self.dtype).itemsize,
+            context=self.context,
+            length=length,
+            rank=rank,
+        )
 
 
 each_kind = pytest.mark.parametrize("kind", KINDS)

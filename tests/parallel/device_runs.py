@@ -22,20 +22,37 @@ from tests.parallel.fake_arrays import waits
 
 STEPS, MICRO_BATCHES = 2, 2
 MODEL = (
-    "--text", argparse.__file__, "--layers", "1", "--hidden", "8", "--heads", "2", "--context",
-    "4", "--batch", "8", "--steps", str(STEPS), "--micro-batches", str(MICRO_BATCHES),
-)  # fmt: skip
+    "--text",
+    argparse.__file__,
+    "--layers",
+    "1",
+    "--hidden",
+    "8",
+    "--heads",
+    "2",
+    "--context",
+    "4",
+    "--batch",
+    "8",
+    "--steps",
+    str(STEPS),
+    "--micro-batches",
+    str(MICRO_BATCHES),
+)
 EXPERTS = "--experts 4 --moe-every 1"
 MORE = {
-    "ulysses": "--mesh context=2 --attention ulysses", "clip": "--strategy zero2 --clip 0.1",
-    "float16": "--strategy zero1 --dtype float16", "dropout": "--mesh context=2 --dropout 0.2",
-    "recompute": "--mesh tensor=2 --recompute", "every axis": "--mesh pipe=2,context=2,tensor=2",
+    "ulysses": "--mesh context=2 --attention ulysses",
+    "clip": "--strategy zero2 --clip 0.1",
+    "float16": "--strategy zero1 --dtype float16",
+    "dropout": "--mesh context=2 --dropout 0.2",
+    "recompute": "--mesh tensor=2 --recompute",
+    "every axis": "--mesh pipe=2,context=2,tensor=2",
     "hierarchical": f"--mesh expert=2 {EXPERTS} --moe stable --dispatch hierarchical"
     " --ranks-per-host 1",
     "weights": f"--mesh expert=2 {EXPERTS} --moe switch --dispatch weights",
     "cheaper": f"--mesh expert=2 {EXPERTS} --moe switch --dispatch cheaper",
     "capacity": f"--mesh expert=2 {EXPERTS} --moe switch --padding capacity",
-}  # fmt: skip
+}
 RUNS: dict[str, list[str]] = {
     **{kind.name: list(kind.words) for kind in KINDS},
     **{name: words.split() for name, words in (LAYOUTS | MORE).items()},

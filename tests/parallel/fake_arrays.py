@@ -180,9 +180,22 @@ def in_place(function: Callable[..., Any]) -> Callable[..., FakeArray]:
 
 
 for name in (
-    "matmul", "pow", "neg", "eq", "ne", "lt", "le", "ge", "gt", "lshift", "rshift", "xor", "and_",
-    "or_", "invert",
-):  # fmt: skip
+    "matmul",
+    "pow",
+    "neg",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "ge",
+    "gt",
+    "lshift",
+    "rshift",
+    "xor",
+    "and_",
+    "or_",
+    "invert",
+):
     setattr(FakeArray, f"__{name.strip('_')}__", on_device(getattr(operator, name)))
 FakeArray.__ior__ = in_place(operator.ior)  # type: ignore[attr-defined]
 for name in ("add", "sub", "mul", "truediv"):

@@ -91,9 +91,12 @@ class Setup(NamedTuple):
     def train(self, comm: Communicator) -> End:
         mesh = Mesh(comm, **dict(self.axes))
         trainer = Trainer(
-            mesh, self.make_model(mesh), self.recipe, sharding=self.sharding(),
+            mesh,
+            self.make_model(mesh),
+            self.recipe,
+            sharding=self.sharding(),
             schedule=self.schedule,
-        )  # fmt: skip
+        )
         self.change(trainer)
         shape, rows_of = (self.rows, self.context), partial(self.batch, rows=self.rows)
         calls = trainer.traffic(self.steps, batch=shape) if comm.rank == 0 else []
@@ -139,9 +142,17 @@ def trained_alone(
     steps: int,
 ) -> End:
     setup = Setup(
-        (), recipe=recipe, sharding=Sharding, model=model, blocks=blocks, rows=rows, of=of,
-        batch=batch, context=context, steps=steps,
-    )  # fmt: skip
+        (),
+        recipe=recipe,
+        sharding=Sharding,
+        model=model,
+        blocks=blocks,
+        rows=rows,
+        of=of,
+        batch=batch,
+        context=context,
+        steps=steps,
+    )
     return setup.train(next(iter(collectives.run(lambda comm: comm, size=1))))
 
 

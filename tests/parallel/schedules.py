@@ -7,11 +7,7 @@ from itertools import product
 
 import pytest
 
-from parallel.pipeline import (
-    SCHEDULES,
-    Schedule,
-    make,
-)
+from parallel.pipeline import SCHEDULES, Schedule, make
 
 each_schedule = pytest.mark.parametrize("name", SCHEDULES)
 NUM_MICRO_BATCHES = (1, 2, 3, 5, 8, 12, 16)

@@ -236,11 +236,17 @@ def test_an_array_that_two_layers_save_is_moved_for_each(xp: Any, tmp_path: Path
     """It comes back for the one and, later, for the other."""
 
     def model() -> Model:
-        return Model({
-            "in": Embedding(256, CONTEXT, 4), "a": Linear(4, 4), "first": Through(),
-            "second": Through(), "b": Linear(4, 4), "out": Unembedding(4, 256),
-            "loss": CrossEntropy(),
-        })  # fmt: skip
+        return Model(
+            {
+                "in": Embedding(256, CONTEXT, 4),
+                "a": Linear(4, 4),
+                "first": Through(),
+                "second": Through(),
+                "b": Linear(4, 4),
+                "out": Unembedding(4, 256),
+                "loss": CrossEntropy(),
+            }
+        )
 
     found = []
     for place in places(tmp_path):

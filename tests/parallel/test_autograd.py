@@ -105,9 +105,7 @@ def test_loss_and_all_gradients(sizes: dict[str, int], is_tied: bool, shorter: i
     check(made, *tokens(5, sizes["context"] - shorter), sizes["num_heads"])
 
 
-@pytest.mark.parametrize("change", [
-    {"epsilon": 2e-5}, {"cubic": 0.0447}, {"num_heads": 1},
-])  # fmt: skip
+@pytest.mark.parametrize("change", [{"epsilon": 2e-5}, {"cubic": 0.0447}, {"num_heads": 1}])
 def test_a_slightly_other_model_is_noticed(
     change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,10 +120,7 @@ def test_a_slightly_other_model_is_noticed(
 # Training
 
 OPTIMIZERS: dict[str, tuple[Callable[..., Any], Callable[..., torch.optim.Optimizer]]] = {
-    "sgd": (
-        lambda x, **o: SGD(x, lr=0.1, momentum=0.0, **o),
-        lambda x: torch.optim.SGD(x, lr=0.1),
-    ),
+    "sgd": (lambda x, **o: SGD(x, lr=0.1, momentum=0.0, **o), lambda x: torch.optim.SGD(x, lr=0.1)),
     "momentum": (
         lambda x, **o: SGD(x, lr=0.1, momentum=0.9, **o),
         lambda x: torch.optim.SGD(x, lr=0.1, momentum=0.9),

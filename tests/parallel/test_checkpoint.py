@@ -160,9 +160,14 @@ KINDS = {
     "server": (SyncParameterServer, 3),
 }
 CASES = [
-    *((name, "float16") for name in KINDS), ("reference", "float32"), ("ddp", "float64"),
-    ("zero1", "bfloat16"), ("zero2", "float64"), ("zero3", "float32"), ("hsdp", "bfloat16"),
-]  # fmt: skip
+    *((name, "float16") for name in KINDS),
+    ("reference", "float32"),
+    ("ddp", "float64"),
+    ("zero1", "bfloat16"),
+    ("zero2", "float64"),
+    ("zero3", "float32"),
+    ("hsdp", "bfloat16"),
+]
 
 
 def begun(comm: Communicator, kind: Any, dtype: str, seed: int = 0, **recipe: Any) -> Any:
@@ -265,12 +270,16 @@ def test_loading_fills_the_arrays_that_are_there(tmp_path: Path) -> None:
 # --- other strategies, other ranks --------------------------------------------------------------
 
 MOVES = [
-    ("zero3", 8, "ddp", 3, "float64"), ("ddp", 3, "zero3", 5, "bfloat16"),
-    ("hsdp", 4, "zero1", 3, "float16"), ("zero1", 2, "hsdp", 4, "bfloat16"),
-    ("reference", 1, "zero2", 5, "float32"), ("zero2", 4, "reference", 1, "bfloat16"),
-    ("zero3", 2, "zero3", 3, "float16"), ("server", 2, "zero3", 3, "float16"),
+    ("zero3", 8, "ddp", 3, "float64"),
+    ("ddp", 3, "zero3", 5, "bfloat16"),
+    ("hsdp", 4, "zero1", 3, "float16"),
+    ("zero1", 2, "hsdp", 4, "bfloat16"),
+    ("reference", 1, "zero2", 5, "float32"),
+    ("zero2", 4, "reference", 1, "bfloat16"),
+    ("zero3", 2, "zero3", 3, "float16"),
+    ("server", 2, "zero3", 3, "float16"),
     ("zeropp", 4, "server", 3, "float32"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("one", "ranks", "other", "others", "dtype"), MOVES)

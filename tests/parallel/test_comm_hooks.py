@@ -12,15 +12,7 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from parallel import (
-    PredictedCall,
-    RankView,
-    Recipe,
-    TrafficMismatch,
-    TrafficTable,
-    Trainer,
-    text,
-)
+from parallel import PredictedCall, RankView, Recipe, TrafficMismatch, TrafficTable, Trainer, text
 from parallel.mesh import span
 from parallel.nn import (
     Activations,
@@ -169,10 +161,19 @@ def exact(gradient: Gradient, size: int, step: int = 0) -> Any:
 
 
 @every_hook
-@pytest.mark.parametrize(("size", "dtype"), [
-    (1, "float32"), (2, "float32"), (3, "float32"), (4, "float32"), (5, "float32"),
-    (3, "float64"), (3, "bfloat16"), (3, "float16"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (1, "float32"),
+        (2, "float32"),
+        (3, "float32"),
+        (4, "float32"),
+        (5, "float32"),
+        (3, "float64"),
+        (3, "bfloat16"),
+        (3, "float16"),
+    ],
+)
 def test_predicted_is_recorded(name: str, size: int, dtype: str) -> None:
     """To the byte, whether parameters are alone in their bucket or not."""
     bucket_bytes = BUCKET * dtype_of(dtype).itemsize
@@ -631,13 +632,16 @@ def off(run: str) -> float:
     return float(np.abs(losses(run) - losses(plain)).max())
 
 
-@pytest.mark.parametrize(("run", "bound", "coarser"), [
-    ("float16", 1e-4, "bfloat16"),
-    ("bfloat16", 1e-3, "rank 1"),
-    ("int8", 1e-2, "int8 with one scale"),
-    ("rank 4", 5e-3, "rank 1"),
-    ("rank 4", 5e-3, "rank 4 without feedback"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("run", "bound", "coarser"),
+    [
+        ("float16", 1e-4, "bfloat16"),
+        ("bfloat16", 1e-3, "rank 1"),
+        ("int8", 1e-2, "int8 with one scale"),
+        ("rank 4", 5e-3, "rank 1"),
+        ("rank 4", 5e-3, "rank 4 without feedback"),
+    ],
+)
 def test_training_goes_nearly_as_without(run: str, bound: float, coarser: str) -> None:
     """Losses fall and are off by little; by more where gradients are sent more coarsely."""
     assert losses(run)[0] - losses(run)[-1] > 0.8

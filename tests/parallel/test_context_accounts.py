@@ -106,11 +106,14 @@ def test_even_rows_send_what_the_table_says(ranks: int, dtype: str) -> None:
     wide = max(w, 4)
     block = 2 * b * (s // c) * h
     wanted = {
-        "ring": {"forward": (c - 1, (c - 1) * block * w),
-                 "backward": (2 * (c - 1), (c - 1) * block * (w + wide))},
-        "ulysses": dict.fromkeys(("forward", "backward"),
-                                 (2 * (c - 1), (c - 1) * 4 * b * (s // c) * h // c * w)),
-    }  # fmt: skip
+        "ring": {
+            "forward": (c - 1, (c - 1) * block * w),
+            "backward": (2 * (c - 1), (c - 1) * block * (w + wide)),
+        },
+        "ulysses": dict.fromkeys(
+            ("forward", "backward"), (2 * (c - 1), (c - 1) * 4 * b * (s // c) * h // c * w)
+        ),
+    }
     for kind, make in KINDS.items():
         ledger = on_ranks(case, make)[0].ledger
         assert ledger is not None
@@ -165,10 +168,12 @@ def test_one_kept_element_more_would_be_noticed(kind: str) -> None:
 def test_the_ring_keeps_no_probabilities() -> None:
     """What it keeps grows with the positions; what the exchange keeps, with their square."""
     kept = {
-        kind: [make(2, Mesh(None)).activation_bytes(ArraySpec((1, n, 24), 4, context=n)).saved
-               for n in (100, 200)]
+        kind: [
+            make(2, Mesh(None)).activation_bytes(ArraySpec((1, n, 24), 4, context=n)).saved
+            for n in (100, 200)
+        ]
         for kind, make in KINDS.items()
-    }  # fmt: skip
+    }
     assert kept["ring"][1] == 2 * kept["ring"][0]
     assert kept["ulysses"][1] > 3 * kept["ulysses"][0]
 

@@ -195,9 +195,11 @@ def test_other_positions_are_refused(kind: str) -> None:
         contiguous = np.arange(4 * comm.rank, 4 * comm.rank + 4)
         right = context_positions(8, 2, comm.rank)
         for step in (
-            Step(positions=contiguous, context=8), Step(positions=right, context=9), Step(),
+            Step(positions=contiguous, context=8),
+            Step(positions=right, context=9),
+            Step(),
             Step(positions=right[:3], context=8),
-        ):  # fmt: skip
+        ):
             with comm.record() as ledger, pytest.raises(ValueError, match="tokens at positions"):
                 layer.forward(x, step)
             assert ledger.rows() == []
@@ -208,8 +210,10 @@ def test_other_positions_are_refused(kind: str) -> None:
 
 def test_layers_of_other_kinds_or_axes_are_told_apart() -> None:
     mesh = Mesh(None)
-    layers = [CausalAttention(2), *(kind(2, mesh, axis) for kind in KINDS.values()
-                                    for axis in ("context", "tensor"))]  # fmt: skip
+    layers = [
+        CausalAttention(2),
+        *(kind(2, mesh, axis) for kind in KINDS.values() for axis in ("context", "tensor")),
+    ]
     layers += [RingAttention(3, mesh), UlyssesAttention(2, mesh, algorithm="bruck")]
     configs = [str(layer.config()) for layer in layers]
     assert len(set(configs)) == len(configs)

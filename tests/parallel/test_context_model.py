@@ -42,13 +42,19 @@ class Found(NamedTuple):
 
 def model(heads: Layer) -> Model:
     attention = {
-        "norm": LayerNorm(DIM), "qkv": Linear(DIM, (3, HEADS, DIM // HEADS)), "heads": heads,
+        "norm": LayerNorm(DIM),
+        "qkv": Linear(DIM, (3, HEADS, DIM // HEADS)),
+        "heads": heads,
         "out": Linear(DIM, DIM),
-    }  # fmt: skip
-    return Model({
-        "embedding": Embedding(VOCAB, CONTEXT, DIM), "attention": Residual(attention),
-        "out": Unembedding(DIM, VOCAB), "loss": CrossEntropy(),
-    })  # fmt: skip
+    }
+    return Model(
+        {
+            "embedding": Embedding(VOCAB, CONTEXT, DIM),
+            "attention": Residual(attention),
+            "out": Unembedding(DIM, VOCAB),
+            "loss": CrossEntropy(),
+        }
+    )
 
 
 def passes(heads: Layer, positions: Values | None) -> Found:

@@ -47,8 +47,9 @@ def test_transfers_begin_before_a_rank_computes_and_end_after(
     assert len(by_thread) == 4
     for events in by_thread.values():
         assert without_repeats(events[: events.index("end")]) == [
-            *["start", "compute", "finish"] * 3, "compute",
-        ]  # fmt: skip
+            *["start", "compute", "finish"] * 3,
+            "compute",
+        ]
 
 
 def without_repeats(events: list[str]) -> list[str]:

@@ -62,10 +62,16 @@ def test_contiguous_parts_would_not_be_balanced(num_ranks: int) -> None:
     assert spread(all_positions(context, num_ranks)) == 0
 
 
-@pytest.mark.parametrize(("context", "num_ranks", "index", "words"), [
-    (3, 4, 0, "4 ranks cannot divide 3 positions"), (0, 1, 0, "1 ranks cannot divide 0"),
-    (8, 4, 4, "no place 4 among 4"), (8, 4, -1, "no place -1"), (8, 0, 0, "no place 0 among 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("context", "num_ranks", "index", "words"),
+    [
+        (3, 4, 0, "4 ranks cannot divide 3 positions"),
+        (0, 1, 0, "1 ranks cannot divide 0"),
+        (8, 4, 4, "no place 4 among 4"),
+        (8, 4, -1, "no place -1"),
+        (8, 0, 0, "no place 0 among 0"),
+    ],
+)
 def test_a_rank_without_positions_is_refused(
     context: int, num_ranks: int, index: int, words: str
 ) -> None:

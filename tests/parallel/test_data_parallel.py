@@ -147,11 +147,18 @@ def test_a_sum_begins_before_the_backward_of_earlier_layers() -> None:
 
     for events, complete in collectives.run(fn, size=3):
         assert events == [
-            "backward loss", "backward head", "start bucket0",
-            "backward block1", "backward block0", "start bucket1",
-            "backward embedding", "start bucket2",
-            "finish bucket0", "finish bucket1", "finish bucket2",
-        ]  # fmt: skip
+            "backward loss",
+            "backward head",
+            "start bucket0",
+            "backward block1",
+            "backward block0",
+            "start bucket1",
+            "backward embedding",
+            "start bucket2",
+            "finish bucket0",
+            "finish bucket1",
+            "finish bucket2",
+        ]
         late = {"block1", "block0"}
         assert complete == [{"head"}, {"head"} | late, {"head", "embedding"} | late]
 
@@ -309,9 +316,15 @@ def test_the_default_hook_is_an_all_reduce_a_bucket() -> None:
     assert type(hook) is AllReduce and hook.state_bytes(trainer) == 0
     (call,) = hook.traffic(trainer.view, "bucket1", "backward/bucket1", ("data",))
     assert call == PredictedCall(
-        "backward/bucket1", "all_reduce", "swing", BLOCK, 8, groups=((0, 1),), axis="data",
+        "backward/bucket1",
+        "all_reduce",
+        "swing",
+        BLOCK,
+        8,
+        groups=((0, 1),),
+        axis="data",
         in_place=True,
-    )  # fmt: skip
+    )
 
 
 def one_message(comm: Communicator, nbytes: int) -> None:

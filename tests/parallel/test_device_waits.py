@@ -76,9 +76,13 @@ def test_what_waits_is_counted() -> None:
     y[1:] += x[:-1]
     assert bare(y).tolist() == [0, 0, 3, 5] and not waits()
     reads = [
-        lambda: float(x[0]), lambda: int(x[0]), lambda: bool(x[0] > 1), lambda: x.get(),
-        lambda: x[x > 1], lambda: x.__setitem__(x > 1, 0),
-    ]  # fmt: skip
+        lambda: float(x[0]),
+        lambda: int(x[0]),
+        lambda: bool(x[0] > 1),
+        lambda: x.get(),
+        lambda: x[x > 1],
+        lambda: x.__setitem__(x > 1, 0),
+    ]
     for read in reads:
         waits().clear()
         read()

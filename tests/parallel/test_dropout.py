@@ -13,9 +13,15 @@ from parallel.nn import BatchRows, Dropout, Step
 from tests.parallel.layouts import CLIP, Setup, check_as_one_rank, check_equal
 
 LAYOUTS: list[dict[str, int]] = [
-    {"data": 3}, {"tensor": 2}, {"tensor": 3}, {"pipe": 2}, {"context": 2}, {"context": 3},
-    {"pipe": 2, "data": 2, "tensor": 2}, {"data": 2, "context": 2, "tensor": 2},
-]  # fmt: skip
+    {"data": 3},
+    {"tensor": 2},
+    {"tensor": 3},
+    {"pipe": 2},
+    {"context": 2},
+    {"context": 3},
+    {"pipe": 2, "data": 2, "tensor": 2},
+    {"data": 2, "context": 2, "tensor": 2},
+]
 
 
 def setup_of(axes: dict[str, int], rate: float = 0.3, **model: Any) -> Setup:

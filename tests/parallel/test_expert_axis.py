@@ -101,9 +101,11 @@ def model(num_experts: int, mesh: Mesh | None) -> Model:
         for i in range(2)
     }
     layers: dict[str, Layer] = {
-        "embedding": nn.Embedding(VOCABULARY, CONTEXT, HIDDEN), **blocks,
-        "head": nn.Unembedding(HIDDEN, VOCABULARY), "loss": nn.CrossEntropy(),
-    }  # fmt: skip
+        "embedding": nn.Embedding(VOCABULARY, CONTEXT, HIDDEN),
+        **blocks,
+        "head": nn.Unembedding(HIDDEN, VOCABULARY),
+        "loss": nn.CrossEntropy(),
+    }
     return Model(layers, mesh=mesh)
 
 
@@ -201,9 +203,11 @@ def sum_experts(trainer: Trainer) -> None:
     trainer.actions[at:at] = [
         action
         for unit in units
-        for action in (Reduce(part=unit, axes=("expert",), phase="partial"),
-                       WaitForCalls(phase="partial"))
-    ]  # fmt: skip
+        for action in (
+            Reduce(part=unit, axes=("expert",), phase="partial"),
+            WaitForCalls(phase="partial"),
+        )
+    ]
 
 
 def sum_nothing(trainer: Trainer) -> None:

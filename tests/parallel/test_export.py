@@ -90,8 +90,10 @@ def test_a_missing_call_is_noticed() -> None:
 def test_the_command_writes_each_format(tmp_path: Path) -> None:
     words = [*SMALL.split(), *STEPS["tensor"].split()]
     for form, names in {
-        "goal": ["x"], "smpi": ["x"], "chakra": [f"x.{rank}.et" for rank in range(4)],
-    }.items():  # fmt: skip
+        "goal": ["x"],
+        "smpi": ["x"],
+        "chakra": [f"x.{rank}.et" for rank in range(4)],
+    }.items():
         assert main([*words, "--format", form, "-o", str(tmp_path / "x")]) == 0
         assert all((tmp_path / name).stat().st_size > 100 for name in names)
 

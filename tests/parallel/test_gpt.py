@@ -81,10 +81,14 @@ class StraightGelu(Gelu):
         return dy
 
 
-@pytest.mark.parametrize(("path", "wrong"), [
-    (("head", "norm"), FlatNorm(6)), (("block0", "mlp", "gelu"), StraightGelu()),
-    (("block1", "attention", "norm"), FlatNorm(6)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "wrong"),
+    [
+        (("head", "norm"), FlatNorm(6)),
+        (("block0", "mlp", "gelu"), StraightGelu()),
+        (("block1", "attention", "norm"), FlatNorm(6)),
+    ],
+)
 def test_a_wrong_backward_within_is_noticed(path: tuple[str, ...], wrong: Layer) -> None:
     """The negative control."""
     model = gpt(**SMALL)
@@ -172,13 +176,19 @@ def test_the_units_and_their_parameters() -> None:
         name.removeprefix("block1."): spec.shape for name, spec in model.units["block1"].items()
     }
     assert shapes == {
-        "attention.norm.gain": (8,), "attention.norm.bias": (8,),
-        "attention.qkv.weight": (8, 3, 2, 4), "attention.qkv.bias": (3, 2, 4),
-        "attention.out.weight": (8, 8), "attention.out.bias": (8,),
-        "mlp.norm.gain": (8,), "mlp.norm.bias": (8,),
-        "mlp.up.weight": (8, 32), "mlp.up.bias": (32,),
-        "mlp.down.weight": (32, 8), "mlp.down.bias": (8,),
-    }  # fmt: skip
+        "attention.norm.gain": (8,),
+        "attention.norm.bias": (8,),
+        "attention.qkv.weight": (8, 3, 2, 4),
+        "attention.qkv.bias": (3, 2, 4),
+        "attention.out.weight": (8, 8),
+        "attention.out.bias": (8,),
+        "mlp.norm.gain": (8,),
+        "mlp.norm.bias": (8,),
+        "mlp.up.weight": (8, 32),
+        "mlp.up.bias": (32,),
+        "mlp.down.weight": (32, 8),
+        "mlp.down.bias": (8,),
+    }
 
 
 @each_tie
@@ -210,10 +220,15 @@ def test_a_tied_head_uses_the_embeddings_unit() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "least"),
     [
-        ("num_layers", -1, 0), ("hidden", 0, 1), ("hidden", -6, 1), ("num_heads", 0, 1),
-        ("num_heads", -2, 1), ("context", 0, 1), ("context", -3, 1),
+        ("num_layers", -1, 0),
+        ("hidden", 0, 1),
+        ("hidden", -6, 1),
+        ("num_heads", 0, 1),
+        ("num_heads", -2, 1),
+        ("context", 0, 1),
+        ("context", -3, 1),
     ],
-)  # fmt: skip
+)
 def test_sizes_that_make_no_model_are_refused(name: str, size: int, least: int) -> None:
     """And the least that does make one is not."""
     with pytest.raises(ValueError, match=f"^{name} is {size}: it must be at least {least}$"):

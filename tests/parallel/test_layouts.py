@@ -42,9 +42,11 @@ from tests.parallel.training import CONTEXT
 OPTIMIZERS = {"sgd": partial(SGD, lr=0.5, momentum=0.9), "adam": Adam}
 # Each layout with some optimizer; each number of ranks along an axis with both, tied and untied.
 CASES = pairwise(
-    *3 * [range(1, 9)], OPTIMIZERS, [True, False],
+    *3 * [range(1, 9)],
+    OPTIMIZERS,
+    [True, False],
     where=lambda pipe, data, tensor, *_: (pipe, data, tensor) in LAYOUTS,
-)  # fmt: skip
+)
 CASES += [(*layout, "adam", True) for layout in LAYOUTS if layout not in {x[:3] for x in CASES}]
 
 
@@ -104,18 +106,21 @@ def test_a_box_that_two_ranks_have_is_noticed() -> None:
 @pytest.mark.parametrize(
     ("axis", "layout"),
     [
-        ("data", {"data": 2, "tensor": 2}), ("context", {"context": 2, "tensor": 2}),
-        ("pipe", {"pipe": 2, "tensor": 2}), ("tensor", {"pipe": 2, "tensor": 2}),
+        ("data", {"data": 2, "tensor": 2}),
+        ("context", {"context": 2, "tensor": 2}),
+        ("pipe", {"pipe": 2, "tensor": 2}),
+        ("tensor", {"pipe": 2, "tensor": 2}),
     ],
-)  # fmt: skip
+)
 def test_without_one_sum_the_result_is_another(axis: str, layout: dict[str, int]) -> None:
     """The negative control: by more than 1e-6."""
 
     def skip(trainer: Trainer) -> None:
         trainer.actions = [
-            each for each in trainer.actions
+            each
+            for each in trainer.actions
             if not (isinstance(each, Reduce) and axis in {a.partition("[")[0] for a in each.axes})
-        ]  # fmt: skip
+        ]
 
     model = (("is_tied", True), ("sequence_parallel", "keep"))
     shared = tuple(each for each in ("data", "context") if each in layout)
@@ -137,9 +142,15 @@ def test_sequence_parallel(form: str, pipe: int, data: int, tensor: int) -> None
 
 
 CONTEXT_LAYOUTS = [  # pipe, data, context, tensor
-    (1, 1, 2, 1), (1, 1, 3, 1), (1, 1, 4, 1), (1, 2, 2, 1),
-    (2, 1, 2, 1), (1, 1, 2, 2), (2, 1, 2, 2), (1, 2, 2, 2),
-]  # fmt: skip
+    (1, 1, 2, 1),
+    (1, 1, 3, 1),
+    (1, 1, 4, 1),
+    (1, 2, 2, 1),
+    (2, 1, 2, 1),
+    (1, 1, 2, 2),
+    (2, 1, 2, 2),
+    (1, 2, 2, 2),
+]
 
 
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
@@ -171,9 +182,10 @@ def test_the_sharding_that_a_refusal_names_trains(axes: dict[str, int]) -> None:
             Trainer(mesh, Setup(()).make_model(mesh))
         _, _, words = str(refused.value).partition("Sharding.zero(1, axes=")
         trainer = Trainer(
-            mesh, Setup(()).make_model(mesh),
+            mesh,
+            Setup(()).make_model(mesh),
             sharding=Sharding.zero(1, axes=ast.literal_eval(words.removesuffix(")"))),
-        )  # fmt: skip
+        )
         trainer.start()
         trainer.step(*batch(0, *trainer.batch_part), ROWS * CONTEXT)
 
@@ -189,9 +201,12 @@ def test_every_schedule(name: str, layout: tuple[int, int, int]) -> None:
     """Tied, with two stages and two micro-batches for each rank, it equals one rank."""
     twice = 2 * layout[0]
     setup = setup_of(
-        *layout, schedule=name, recipe=Recipe(num_micro_batches=twice, clip=CLIP),
-        blocks=twice - 2, model=(("is_tied", True),),
-    )  # fmt: skip
+        *layout,
+        schedule=name,
+        recipe=Recipe(num_micro_batches=twice, clip=CLIP),
+        blocks=twice - 2,
+        model=(("is_tied", True),),
+    )
     check_as_one_rank(setup)
 
 

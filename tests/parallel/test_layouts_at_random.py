@@ -53,9 +53,14 @@ def drawn(seed: int) -> Setup:
     }
     sharding = partial(Sharding.zero, draw.choice([1, 2, 3]), axes=("data", "context"))
     return Setup(
-        tuple(axes.items()), schedule, recipe, sharding, tuple(model.items()),
-        blocks=max(1, pipe * info.num_chunks - draw.randint(0, 2)), steps=FEW_STEPS,
-    )  # fmt: skip
+        tuple(axes.items()),
+        schedule,
+        recipe,
+        sharding,
+        tuple(model.items()),
+        blocks=max(1, pipe * info.num_chunks - draw.randint(0, 2)),
+        steps=FEW_STEPS,
+    )
 
 
 def check(setup: Setup, ends: list[End]) -> None:

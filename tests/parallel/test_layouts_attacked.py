@@ -33,9 +33,11 @@ def axes_of(**sizes: int) -> tuple[tuple[str, int], ...]:
 def test_weight_gradients_of_a_divided_table_need_no_values(stage: int) -> None:
     """Of a W under ZeRO-3, which gathers no parameters; ZeRO-2 is the control, with values."""
     setup = Setup(
-        axes_of(pipe=2, data=2, tensor=2), "zb-h1", sharding=partial(Sharding.zero, stage),
+        axes_of(pipe=2, data=2, tensor=2),
+        "zb-h1",
+        sharding=partial(Sharding.zero, stage),
         model=(("is_tied", True),),
-    )  # fmt: skip
+    )
     ends = setup.run()
     np.testing.assert_allclose(ends[0].losses, setup.alone().losses, rtol=0, atol=1e-12)
     check_accounts(ends)
@@ -137,9 +139,14 @@ class Penalty(Gelu):
 def losses_with_penalty(name: str, pipe: int, recompute: tuple[str, ...] = ()) -> list[float]:
     def fn(comm: Any) -> list[float]:
         mesh = Mesh(comm, pipe=pipe)
-        layers = {"embedding": Embedding(256, CONTEXT, 6), "first": Penalty(),
-                  "middle": Linear(6, 6), "second": Penalty(), "last": Linear(6, 256),
-                  "loss": CrossEntropy()}  # fmt: skip
+        layers = {
+            "embedding": Embedding(256, CONTEXT, 6),
+            "first": Penalty(),
+            "middle": Linear(6, 6),
+            "second": Penalty(),
+            "last": Linear(6, 256),
+            "loss": CrossEntropy(),
+        }
         model = Model(layers, mesh=mesh, recompute=recompute)
         trainer = Trainer(mesh, model, Recipe(num_micro_batches=4), schedule=name)
         trainer.start()

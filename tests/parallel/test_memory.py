@@ -77,9 +77,13 @@ class Case(NamedTuple):
 
     def model(self) -> Model:
         return gpt(
-            num_layers=2, hidden=self.hidden, num_heads=2, context=CONTEXT, is_tied=self.is_tied,
+            num_layers=2,
+            hidden=self.hidden,
+            num_heads=2,
+            context=CONTEXT,
+            is_tied=self.is_tied,
             recompute=self.recompute,
-        )  # fmt: skip
+        )
 
     def recipe(self, **more: Any) -> Recipe:
         more |= {"num_micro_batches": self.num_micro_batches}
@@ -272,16 +276,21 @@ def test_a_wrong_formula_is_noticed() -> None:
         strategy = trained(zero2, comm, MIXED)
         counts, whole = counted(strategy), strategy.model.num_parameters
         right: dict[str, Any] = {
-            "num_elements": whole, "num_shard_elements": step_memory(strategy).num_updated,
+            "num_elements": whole,
+            "num_shard_elements": step_memory(strategy).num_updated,
             "dtype": strategy.view.dtype,
-            "sharded": DIVIDED[2], "num_states": 2, "is_offloaded": False,
-        }  # fmt: skip
+            "sharded": DIVIDED[2],
+            "num_states": 2,
+            "is_offloaded": False,
+        }
         wrong = {
             "num_elements": whole + 1,
             "num_shard_elements": shard_size(strategy.model.unit_sizes.values(), 4, 0),
-            "dtype": dtype_of("float32"), "sharded": DIVIDED[1], "num_states": 1,
+            "dtype": dtype_of("float32"),
+            "sharded": DIVIDED[1],
+            "num_states": 1,
             "is_offloaded": True,
-        }  # fmt: skip
+        }
         assert state_bytes(**right).items() <= counts.items()
         assert formula(strategy, more_rows=3)["activations"] > counts["activations"]
         return [x for x in right if state_bytes(**right | {x: wrong[x]}).items() <= counts.items()]
@@ -456,10 +465,15 @@ def test_the_table_has_two_well_known_models(capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("nbytes", "words"),
     [
-        (0, "0"), (1, "0.00000000100"), (1_875_000_000, "1.88"), (31_406_250_000, "31.4"),
-        (999_000_000, "0.999"), (120_000_000_000, "120"), (2_800_000_000_000, "2800"),
+        (0, "0"),
+        (1, "0.00000000100"),
+        (1_875_000_000, "1.88"),
+        (31_406_250_000, "31.4"),
+        (999_000_000, "0.999"),
+        (120_000_000_000, "120"),
+        (2_800_000_000_000, "2800"),
     ],
-)  # fmt: skip
+)
 def test_three_significant_digits(nbytes: int, words: str) -> None:
     assert gigabytes(nbytes) == words
 

@@ -115,9 +115,12 @@ def model(mesh: Mesh | None, axis: str = "tensor") -> Model:
     has_axis = mesh is not None and axis in mesh.axes
     up = ColumnLinear(HIDDEN, WIDTH, mesh, axis) if mesh is not None and has_axis else Plain()
     layers = {
-        "embedding": Embedding(256, CONTEXT, HIDDEN), "up": up, "gelu": Gelu(),
-        "head": Linear(WIDTH, 256), "loss": CrossEntropy(),
-    }  # fmt: skip
+        "embedding": Embedding(256, CONTEXT, HIDDEN),
+        "up": up,
+        "gelu": Gelu(),
+        "head": Linear(WIDTH, 256),
+        "loss": CrossEntropy(),
+    }
     return Model(layers, mesh=mesh if has_axis else None)
 
 
@@ -155,9 +158,12 @@ def axes_of(name: str, size: int, tensor: int) -> dict[str, int]:
 
 
 def run(
-    name: str, size: int, tensor: int, recipe: Recipe | None = None,
+    name: str,
+    size: int,
+    tensor: int,
+    recipe: Recipe | None = None,
     of: Callable[[Mesh], Model] = model,
-) -> list[End]:  # fmt: skip
+) -> list[End]:
     def fn(comm: Communicator) -> End:
         mesh = Mesh(comm, **axes_of(name, size, tensor))
         trainer = Trainer(mesh, of(mesh), recipe, sharding=SHARDINGS[name]())

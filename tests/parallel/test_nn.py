@@ -498,11 +498,14 @@ def check_deep(recompute: tuple[str, ...], kept: int, peak: int) -> None:
     assert peak_memory(trainer, ROWS, 1)["activations"] == peak
 
 
-@pytest.mark.parametrize(("recompute", "kept", "peak"), [
-    ((), 120 * 64, 121 * 64),  # the most is kept when the loss has run: 7744 bytes
-    (("layer*",), 24 * 64, 28 * 64),  # 1536; then the last layer computes four again: 1792
-    (("layer1*",), 76 * 64, 77 * 64),  # layers 1 and 10 to 19 keep one, the other 13 keep five
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("recompute", "kept", "peak"),
+    [
+        ((), 120 * 64, 121 * 64),  # the most is kept when the loss has run: 7744 bytes
+        (("layer*",), 24 * 64, 28 * 64),  # 1536; then the last layer computes four again: 1792
+        (("layer1*",), 76 * 64, 77 * 64),  # layers 1 and 10 to 19 keep one, the other 13 keep five
+    ],
+)
 def test_of_120_inputs_recomputation_keeps_24(
     recompute: tuple[str, ...], kept: int, peak: int
 ) -> None:
@@ -658,24 +661,30 @@ BACKWARDS = four_layers({"first.token": "last.out.table"})
 MODELS = [UNTIED, TIED, NEIGHBORS, WITHOUT, BACKWARDS]
 
 
-@pytest.mark.parametrize(("model", "wanted"), [
-    (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
-    (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last", "first")}),
-    (NEIGHBORS, {"first": ("first",), "last": ("last", "first")}),
-    (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ("first",)}),
-    (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ("last",)}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
+        (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last", "first")}),
+        (NEIGHBORS, {"first": ("first",), "last": ("last", "first")}),
+        (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ("first",)}),
+        (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ("last",)}),
+    ],
+)
 def test_the_units_that_a_layer_uses(model: Model, wanted: dict[str, tuple[str, ...]]) -> None:
     assert {layer: model.units_of(layer) for layer in model.layers} == wanted
 
 
-@pytest.mark.parametrize(("model", "wanted"), [
-    (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
-    (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
-    (NEIGHBORS, {"first": ("first",), "last": ("last",)}),
-    (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ()}),
-    (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ()}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
+        (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
+        (NEIGHBORS, {"first": ("first",), "last": ("last",)}),
+        (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ()}),
+        (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ()}),
+    ],
+)
 def test_a_gradient_is_complete_at_the_first_layer_that_uses_it(
     model: Model, wanted: dict[str, tuple[str, ...]]
 ) -> None:
@@ -683,13 +692,16 @@ def test_a_gradient_is_complete_at_the_first_layer_that_uses_it(
     assert {layer: stages.completed_units(layer) for layer in model.layers} == wanted
 
 
-@pytest.mark.parametrize(("model", "wanted"), [
-    (UNTIED, {"first": 1, "mid": 1, "last": 1}),
-    (TIED, {"first": 2, "mid": 1, "last": 1}),
-    (NEIGHBORS, {"first": 1, "last": 1}),
-    (WITHOUT, {"first": 2, "mid": 1}),
-    (BACKWARDS, {"first": 1, "mid": 1, "last": 2}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "wanted"),
+    [
+        (UNTIED, {"first": 1, "mid": 1, "last": 1}),
+        (TIED, {"first": 2, "mid": 1, "last": 1}),
+        (NEIGHBORS, {"first": 1, "last": 1}),
+        (WITHOUT, {"first": 2, "mid": 1}),
+        (BACKWARDS, {"first": 1, "mid": 1, "last": 2}),
+    ],
+)
 def test_how_often_a_unit_is_gathered(model: Model, wanted: dict[str, int]) -> None:
     assert num_gathers(model) == wanted
 
@@ -732,12 +744,17 @@ def test_gathered_and_completed_as_a_pass_does_it(model: Model) -> None:
     assert completed == open_until and set(completed) == set(model.units)
 
 
-@pytest.mark.parametrize("ties", [
-    {"last.out.tabel": "first.token"}, {"last.out.table": "first.tokens"},
-    {"last.out.table": "frist.token"}, {"last.out.table": "first.position"},
-    {"last.out.table": "last.out.table"},
-    {"last.out.table": "first.token", "first.token": "last.out.table"},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ties",
+    [
+        {"last.out.tabel": "first.token"},
+        {"last.out.table": "first.tokens"},
+        {"last.out.table": "frist.token"},
+        {"last.out.table": "first.position"},
+        {"last.out.table": "last.out.table"},
+        {"last.out.table": "first.token", "first.token": "last.out.table"},
+    ],
+)
 def test_a_tie_of_what_is_not_there_is_refused(ties: dict[str, str]) -> None:
     here, there = next(iter(ties.items()))
     with pytest.raises(ValueError, match=f"'{here}' cannot be tied to '{there}'"):
@@ -752,9 +769,13 @@ def test_a_unit_is_the_parameters_one_after_the_other() -> None:
     flats = {unit: np.arange(size) for unit, size in model.unit_sizes.items()}
     views = model.named(flats)
     assert list(views) == [
-        "first.token", "first.position", "mid.weight", "mid.bias",
-        "last.norm.gain", "last.norm.bias",
-    ]  # fmt: skip
+        "first.token",
+        "first.position",
+        "mid.weight",
+        "mid.bias",
+        "last.norm.gain",
+        "last.norm.bias",
+    ]
     np.testing.assert_array_equal(views["first.position"], np.arange(18, 30).reshape(4, 3))
     np.testing.assert_array_equal(views["mid.bias"], [9, 10, 11])
     views["mid.bias"][0] = 99

@@ -92,10 +92,14 @@ def places(folder: Path) -> list[Any]:
 @pytest.mark.parametrize(
     ("dtype", "size"),
     [
-        ("float64", 1), ("float64", 3), ("float32", 3),
-        ("float16", 1), ("float16", 3), ("bfloat16", 3),
+        ("float64", 1),
+        ("float64", 3),
+        ("float32", 3),
+        ("float16", 1),
+        ("float16", 3),
+        ("bfloat16", 3),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("make", [ddp, zero1, zero2, zero3])
 def test_every_offload_gives_the_same_bits(
     make: Make, dtype: str, size: int, tmp_path: Path

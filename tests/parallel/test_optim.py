@@ -109,12 +109,7 @@ def test_the_papers_differ() -> None:
     slopes = np.random.default_rng(1).standard_normal(NUM_STEPS).tolist()
     ends = {scalar(1.0, slopes, **options) for _, scalar, options in PAPERS.values()}
     assert len(ends) == 4  # AdamW is Adam with decay
-    for option in (
-        {"lr": 0.011},
-        {"betas": (0.81, 0.95)},
-        {"betas": (0.8, 0.96)},
-        {"eps": 2e-6},
-    ):
+    for option in ({"lr": 0.011}, {"betas": (0.81, 0.95)}, {"betas": (0.8, 0.96)}, {"eps": 2e-6}):
         assert scalar_adam(1.0, slopes, **ADAM | option) not in ends
 
 
@@ -176,11 +171,12 @@ def test_options_without_a_meaning_are_refused(
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (SGD, {"lr": 0.0, "momentum": 0.0}), (SGD, {"lr": 1e3, "momentum": 0.999999}),
+        (SGD, {"lr": 0.0, "momentum": 0.0}),
+        (SGD, {"lr": 1e3, "momentum": 0.999999}),
         (Adam, {"lr": 0, "betas": (0, 0), "eps": 1e-300, "weight_decay": 0}),
         (AdamW, {"lr": 1e3, "betas": (0.999999, 0.999999), "eps": 1e3, "weight_decay": 1e3}),
     ],
-)  # fmt: skip
+)
 def test_options_at_the_edge_have_a_meaning(kind: type[Optimizer], options: dict[str, Any]) -> None:
     """The negative control: not everything is refused."""
     x = np.ones(2)

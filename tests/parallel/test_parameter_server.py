@@ -101,9 +101,7 @@ def serial_losses() -> list[float]:
 
 
 def serial(
-    recipe: Recipe | None = None,
-    steps: int = STEPS,
-    before: Callable[[Any], object] = nothing,
+    recipe: Recipe | None = None, steps: int = STEPS, before: Callable[[Any], object] = nothing
 ) -> tuple[list[float], bytes]:
     """The losses of one rank, and its parameters in the end."""
     strategy = Trainer(None, model(), recipe)
@@ -494,10 +492,7 @@ def test_the_rows_are_those_of_the_docstrings() -> None:
         ("loss", "all_reduce"): Tally(STEPS, STEPS * 8, STEPS * 16 * p * 2),
     }
     first = {("start/broadcast", "broadcast"): Tally(u, 3 * u, 3 * psi)}
-    for phase, collective, times in (
-        ("reduce", "reduce", STEPS),
-        ("update", "broadcast", STEPS),
-    ):
+    for phase, collective, times in (("reduce", "reduce", STEPS), ("update", "broadcast", STEPS)):
         for unit, n in units.items():
             rows[f"{phase}/{unit}", collective] = Tally(times, times * 3, times * 3 * n)
     assert recorded(train(SyncParameterServer, p)) == start(NUM_OPTIONS) | first | rows
@@ -540,10 +535,7 @@ def test_a_second_run_goes_on_and_is_predicted_too(make: Make) -> None:
             for first in (0, STEPS):
                 losses = strategy.train(first + STEPS, batch, TOTAL, nothing, first)
         whole, again = ledger.gather(), RunSize(STEPS, STEPS, (ROWS, CONTEXT))
-        calls = [
-            *strategy.traffic(STEPS, batch=(ROWS, CONTEXT)),
-            *strategy.step_traffic(again),
-        ]
+        calls = [*strategy.traffic(STEPS, batch=(ROWS, CONTEXT)), *strategy.step_traffic(again)]
         if whole is not None:
             TrafficTable(calls, whole, None, size=comm.size).check()
         return losses

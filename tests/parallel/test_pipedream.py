@@ -51,8 +51,10 @@ class Emulation:
         first = [len(each) - 1 for each in self.history]
         for k in range(MICRO_BATCHES):
             parts = [batch(step, rank, self.data) for rank in range(self.data)]
-            rows = [(x[span(len(x), MICRO_BATCHES, k)], y[span(len(y), MICRO_BATCHES, k)])
-                    for x, y in parts]  # fmt: skip
+            rows = [
+                (x[span(len(x), MICRO_BATCHES, k)], y[span(len(y), MICRO_BATCHES, k)])
+                for x, y in parts
+            ]
             total = CONTEXT * sum(len(x) for x, _ in rows)
             versions = [
                 self.history[s][first[s] + self.simulation.versions(s)[0][k]]
@@ -136,12 +138,15 @@ def test_versions_are_those_of_the_simulator(pipe: int) -> None:
         assert stash.staleness == {k: k - version for k, version in found.items()}
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"recipe": Recipe(num_micro_batches=5, clip=1.0)}, "clip"),
-    ({"recipe": Recipe("float16", num_micro_batches=5)}, "float16"),
-    ({"sharding": partial(Sharding.zero, 1)}, "sharding"),
-    ({"model": (("is_tied", True),)}, "tied"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recipe": Recipe(num_micro_batches=5, clip=1.0)}, "clip"),
+        ({"recipe": Recipe("float16", num_micro_batches=5)}, "float16"),
+        ({"sharding": partial(Sharding.zero, 1)}, "sharding"),
+        ({"model": (("is_tied", True),)}, "tied"),
+    ],
+)
 def test_what_needs_all_stages_at_once_is_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         setup_of(2, 1, 1, **options).run()

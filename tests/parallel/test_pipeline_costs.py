@@ -7,14 +7,7 @@ from itertools import product
 
 import pytest
 
-from parallel.pipeline import (
-    SCHEDULES,
-    Times,
-    make,
-    simulate,
-    validate,
-    with_messages,
-)
+from parallel.pipeline import SCHEDULES, Times, make, simulate, validate, with_messages
 from parallel.pipeline.actions import BackwardInput, BackwardWeight, Overlap, Send
 from tests.parallel.schedules import case, each_schedule, of_all_sizes
 
@@ -33,12 +26,22 @@ def test_the_bubble_is_that_of_the_formula(name: str) -> None:
     assert num_checked >= 10
 
 
-@pytest.mark.parametrize(("name", "m", "times"), [
-    ("interleaved", 2, Times(1, 1, 1)), ("zb-h1", 2, Times(1, 1, 1)), ("zb-h2", 4, Times(1, 1, 1)),
-    ("zb-v", 4, Times(1, 1, 1)), ("zb-v", 16, Times(2, 1, 1)), ("v-half", 2, Times(1, 1, 1)),
-    ("v-half", 16, Times(1, 2, 1)), ("v-min", 2, Times(1, 1, 1)), ("v-min", 16, Times(1, 2, 1)),
-    ("dualpipe", 16, Times(1, 3, 1)), ("dualpipe-v", 16, Times(1, 2, 1)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "m", "times"),
+    [
+        ("interleaved", 2, Times(1, 1, 1)),
+        ("zb-h1", 2, Times(1, 1, 1)),
+        ("zb-h2", 4, Times(1, 1, 1)),
+        ("zb-v", 4, Times(1, 1, 1)),
+        ("zb-v", 16, Times(2, 1, 1)),
+        ("v-half", 2, Times(1, 1, 1)),
+        ("v-half", 16, Times(1, 2, 1)),
+        ("v-min", 2, Times(1, 1, 1)),
+        ("v-min", 16, Times(1, 2, 1)),
+        ("dualpipe", 16, Times(1, 3, 1)),
+        ("dualpipe-v", 16, Times(1, 2, 1)),
+    ],
+)
 def test_where_the_formula_does_not_hold_it_says_so(name: str, m: int, times: Times) -> None:
     """The condition is needed: without it the bubble is another."""
     formula, schedule = SCHEDULES[name].bubble, make(name, 4, m)
@@ -60,8 +63,10 @@ def test_published_bubbles_without_bubbles_hold_if_w_fits_into_them(name: str) -
 @pytest.mark.parametrize("times", [(13, 10, 10), (10, 13, 10), (10, 10, 13), (10, 12, 8)])
 def test_the_bubble_of_v_half_does_not_grow_with_micro_batches(times: tuple[int, ...]) -> None:
     """As published if W + 2B >= 2F and W + 2F >= B.  That of V-Min grows."""
-    found = {name: [simulate(make(name, 4, m), Times(*times)).bubble for m in (8, 16, 32)]
-             for name in ("v-half", "v-min")}  # fmt: skip
+    found = {
+        name: [simulate(make(name, 4, m), Times(*times)).bubble for m in (8, 16, 32)]
+        for name in ("v-half", "v-min")
+    }
     assert len(set(found["v-half"])) == 1
     if times != (10, 10, 13):
         assert found["v-min"] == sorted(set(found["v-min"]))
@@ -91,8 +96,12 @@ def test_the_number_of_stages_on_a_rank_must_be_that_of_the_schedule() -> None:
         make("interleaved", 2, 4, num_chunks=0)
 
 
-PAIRS = [Times(f, i, w, overlapped=pair) for f, i, w in product((1, 2, 3), repeat=3)
-         for pair in range(max(f, i + w), f + i + w) if w <= i <= f]  # fmt: skip
+PAIRS = [
+    Times(f, i, w, overlapped=pair)
+    for f, i, w in product((1, 2, 3), repeat=3)
+    for pair in range(max(f, i + w), f + i + w)
+    if w <= i <= f
+]
 
 
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v"])

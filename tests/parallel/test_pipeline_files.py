@@ -59,10 +59,14 @@ def test_a_cell_that_is_too_deep_or_too_long_is_refused(text: str, tmp_path: Pat
 def test_actions_are_written_as_pytorch_writes_them() -> None:
     pair = Overlap.of(Forward(0, 5), Backward(3, 2))
     for action, word in (
-        (Forward(2, 0), "2F0"), (Send(3, 1, "F"), "3SEND_F1"), (Receive(3, 1, "B"), "3RECV_B1"),
-        (BackwardInput(1, 2), "1I2"), (BackwardWeight(1, 2), "1W2"), (Update(1, 2), "1UPDATE2"),
+        (Forward(2, 0), "2F0"),
+        (Send(3, 1, "F"), "3SEND_F1"),
+        (Receive(3, 1, "B"), "3RECV_B1"),
+        (BackwardInput(1, 2), "1I2"),
+        (BackwardWeight(1, 2), "1W2"),
+        (Update(1, 2), "1UPDATE2"),
         (pair, "(0F5;3B2)OVERLAP_F_B"),
-    ):  # fmt: skip
+    ):
         assert str(action) == word and parse(word) == action
 
 

@@ -110,14 +110,20 @@ WRONG = {
     "last stage first": (["0F0 1B0 1F0 0B0"], "in 1B0 for 1F0", ">1B0<"),
     "first backward first": (["0F0 1F0 0B0 1B0"], "in 0B0 for 1B0 on rank 0", ">0B0<"),
     "an overlapped pair of one micro-batch": (
-        ["(0F0;0B0)OVERLAP_F_B"], "for 0F0 on rank 0", ">(0F0;0B0)OVERLAP_F_B<",
+        ["(0F0;0B0)OVERLAP_F_B"],
+        "for 0F0 on rank 0",
+        ">(0F0;0B0)OVERLAP_F_B<",
     ),
     "forward and backward apart": (
-        ["0F0", "0B0"], "rank 1 computes 0B0, but rank 0 computes 0F0", ">0F0<\nrank 1: >0B0<",
+        ["0F0", "0B0"],
+        "rank 1 computes 0B0, but rank 0 computes 0F0",
+        ">0F0<\nrank 1: >0B0<",
     ),
     "W apart from I": (["0F0 0I0", "0W0"], "rank 1 computes 0W0, but rank 0", ">0W0<"),
     "copies of one stage only": (
-        ["0F0 1F0 1B0 0B0", "0F1 0B1", "1F1 1B1"], "ranks 0 and 1 share stage 0", ">0F0< 1F0",
+        ["0F0 1F0 1B0 0B0", "0F1 0B1", "1F1 1B1"],
+        "ranks 0 and 1 share stage 0",
+        ">0F0< 1F0",
     ),
     "ranks that wait for each other": (
         ["0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"],
@@ -125,7 +131,7 @@ WRONG = {
         " rank 0",
         "0F0   >0B0< 0F1 0B1\nrank 1: >1F1< 1B1",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", WRONG)

@@ -94,6 +94,5 @@ def test_all_ranks_on_one_host_send_nothing_between_hosts() -> None:
     assert between_hosts(matrix, Topology("abcd")) == 12
     assert between_hosts(matrix, Topology("abaa")) == 6
     np.testing.assert_array_equal(
-        renumbered(np.arange(16).reshape(4, 4), {"a": 2, "b": 2}, ("b", "a"))[1],
-        [8, 10, 9, 11],
+        renumbered(np.arange(16).reshape(4, 4), {"a": 2, "b": 2}, ("b", "a"))[1], [8, 10, 9, 11]
     )

@@ -25,10 +25,17 @@ SIZES = [(2, 4), (2, 8), (4, 8), (4, 12), (3, 6), (5, 10)]
 def stage(index: int, num_stages: int, num_ranks: int) -> Any:
     """All that a schedule asks of a stage before it runs."""
     return SimpleNamespace(
-        stage_index=index, num_stages=num_stages, group_size=num_ranks, group_rank=0, group=None,
-        device=torch.device("cpu"), is_first=index == 0, is_last=index == num_stages - 1,
-        submod=torch.nn.Identity(), has_backward=False,
-    )  # fmt: skip
+        stage_index=index,
+        num_stages=num_stages,
+        group_size=num_ranks,
+        group_rank=0,
+        group=None,
+        device=torch.device("cpu"),
+        is_first=index == 0,
+        is_last=index == num_stages - 1,
+        submod=torch.nn.Identity(),
+        has_backward=False,
+    )
 
 
 def order(kind: Any, p: int, m: int, stages: tuple[int, ...]) -> list[list[Action]]:

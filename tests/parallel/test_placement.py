@@ -18,12 +18,27 @@ from parallel.mesh import Box, length, pieces_of, span
 Splits = tuple[tuple[int, str], ...]
 
 MESHES: list[dict[str, int]] = [
-    {"tensor": 4}, {"data": 2, "tensor": 3}, {"tensor": 3, "data": 2}, {"data": 1, "tensor": 2},
-    {"pipe": 2, "data": 2, "tensor": 2}, {"data": 2, "expert": 3, "tensor": 2},
-]  # fmt: skip
+    {"tensor": 4},
+    {"data": 2, "tensor": 3},
+    {"tensor": 3, "data": 2},
+    {"data": 1, "tensor": 2},
+    {"pipe": 2, "data": 2, "tensor": 2},
+    {"data": 2, "expert": 3, "tensor": 2},
+]
 SHAPES: list[tuple[int, ...]] = [
-    (12,), (7,), (5,), (2,), (0,), (6, 4), (5, 7), (1, 3), (4, 0), (4, 3, 2), (5, 2, 7), (1, 1, 1),
-]  # fmt: skip
+    (12,),
+    (7,),
+    (5,),
+    (2,),
+    (0,),
+    (6, 4),
+    (5, 7),
+    (1, 3),
+    (4, 0),
+    (4, 3, 2),
+    (5, 2, 7),
+    (1, 1, 1),
+]
 
 
 class Found(NamedTuple):
@@ -89,8 +104,13 @@ def test_boxes_in_numbers() -> None:
     placement = Placement((7, 2), splits=((0, "data"), (0, "tensor")))
     boxes = [each.box for each in found(placement, {"data": 2, "tensor": 3})]
     assert [(box.start[0], box.shape[0]) for box in boxes] == [
-        (0, 2), (2, 1), (3, 1), (4, 1), (5, 1), (6, 1),
-    ]  # fmt: skip
+        (0, 2),
+        (2, 1),
+        (3, 1),
+        (4, 1),
+        (5, 1),
+        (6, 1),
+    ]
     assert {(box.start[1], box.shape[1]) for box in boxes} == {(0, 2)}
 
 
@@ -122,12 +142,15 @@ class Scattered(Placement):
         return Placement(self.shape, splits=tuple((0, axis) for axis in mesh.axes)).box(mesh, rank)
 
 
-@pytest.mark.parametrize(("wrong", "splits", "words"), [
-    (Truncated, ((0, "tensor"),), "in no box"),
-    (Forgetful, ((0, "data"), (0, "tensor")), "in several"),
-    (Forgetful, ((0, "data"), (1, "tensor")), "in several"),
-    (Scattered, ((0, "tensor"),), "replicas differ"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "splits", "words"),
+    [
+        (Truncated, ((0, "tensor"),), "in no box"),
+        (Forgetful, ((0, "data"), (0, "tensor")), "in several"),
+        (Forgetful, ((0, "data"), (1, "tensor")), "in several"),
+        (Scattered, ((0, "tensor"),), "replicas differ"),
+    ],
+)
 def test_wrong_boxes_are_noticed(wrong: type[Placement], splits: Splits, words: str) -> None:
     check(Placement((8, 3), splits=splits), {"data": 2, "tensor": 3})
     with pytest.raises(AssertionError, match=words):
@@ -178,9 +201,12 @@ def test_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_parts_of_a_flat_array_are_boxes_of_parameters(num_parts: int) -> None:
     """Each element once, where the whole parameter has it, and in at most 2 d - 1 boxes."""
     boxes = {
-        "matrix": Box((1, 2), (3, 4)), "number": Box((), ()), "none": Box((0, 3), (0, 2)),
-        "vector": Box((1,), (5,)), "cube": Box((0, 1, 0), (2, 3, 4)),
-    }  # fmt: skip
+        "matrix": Box((1, 2), (3, 4)),
+        "number": Box((), ()),
+        "none": Box((0, 3), (0, 2)),
+        "vector": Box((1,), (5,)),
+        "cube": Box((0, 1, 0), (2, 3, 4)),
+    }
     rng, shape = np.random.default_rng(0), (6, 6, 6)
     whole = {name: rng.standard_normal(shape[: len(box.shape)]) for name, box in boxes.items()}
     flat = np.concatenate([whole[name][box.slices].ravel() for name, box in boxes.items()])

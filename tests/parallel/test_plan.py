@@ -99,12 +99,16 @@ def test_the_bubble_is_that_of_the_schedule() -> None:
 
 SMALL = Job(8, 16, 4, context=8, vocab_size=256, batch=16)
 RUNS = [
-    Candidate(2, 2, 2, 1, 1), Candidate(4, 2, 1, 1, 2),
-    Candidate(4, 2, 1, 1, 2, "none", "interleaved"), Candidate(8, 1, 1, 1, 1, "all"),
-    Candidate(1, 4, 2, 2, 1), Candidate(1, 8, 1, 3, 1),
-    Candidate(1, 2, 4, 3, 2, "all"), Candidate(2, 2, 2, 1, 1, "attention", "zb-h1"),
+    Candidate(2, 2, 2, 1, 1),
+    Candidate(4, 2, 1, 1, 2),
+    Candidate(4, 2, 1, 1, 2, "none", "interleaved"),
+    Candidate(8, 1, 1, 1, 1, "all"),
+    Candidate(1, 4, 2, 2, 1),
+    Candidate(1, 8, 1, 3, 1),
+    Candidate(1, 2, 4, 3, 2, "all"),
+    Candidate(2, 2, 2, 1, 1, "attention", "zb-h1"),
     Candidate(4, 1, 2, 1, 1, "none", "zb-h1"),
-]  # fmt: skip
+]
 
 
 def predicted(candidate: Candidate) -> tuple[float, float, dict[str, int]]:
@@ -113,10 +117,14 @@ def predicted(candidate: Candidate) -> tuple[float, float, dict[str, int]]:
     def on_rank(comm: Communicator) -> tuple[dict[str, int], list[PredictedCall]]:
         mesh = Mesh(comm, pipe=candidate.pipe, data=candidate.data, tensor=candidate.tensor)
         model = gpt(
-            num_layers=SMALL.num_layers, hidden=SMALL.hidden, num_heads=SMALL.num_heads,
-            context=SMALL.context, mesh=mesh, recompute=RECOMPUTE[candidate.recompute],
+            num_layers=SMALL.num_layers,
+            hidden=SMALL.hidden,
+            num_heads=SMALL.num_heads,
+            context=SMALL.context,
+            mesh=mesh,
+            recompute=RECOMPUTE[candidate.recompute],
             sequence_parallel="gather" if candidate.tensor > 1 else None,
-        )  # fmt: skip
+        )
         recipe = Recipe(dtype="float16", num_micro_batches=candidate.num_micro_batches(SMALL))
         trainer = Trainer(
             mesh, model, recipe, sharding=Sharding.zero(candidate.zero), schedule=candidate.schedule
@@ -212,15 +220,21 @@ def test_ranks_without_hosts_are_on_as_many_hosts_as_they_fill(
     assert said[0] == said[1]
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (["--heads", "3"], "3 heads do not divide"),
-    (["--ranks", "5", "--hosts", "1x4"], "4 ranks are on the hosts, not 5"),
-    (["--ranks", "12"], "12 ranks do not fill hosts of 8: name them by --hosts"),
-    (["--ranks", "4", "--hosts", "1x4", "--layers", "2", "--heads", "2", "--batch", "1"],
-     "4 ranks cannot divide a batch of 1, 2 layers and 2 heads"),
-    (["--ranks", "7"], "7 ranks cannot divide a batch of 1536, 4 layers and 4 heads"),
-    (["--hosts", "8"], "two numbers"), (["--gpu-memory", "x"], "not a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--heads", "3"], "3 heads do not divide"),
+        (["--ranks", "5", "--hosts", "1x4"], "4 ranks are on the hosts, not 5"),
+        (["--ranks", "12"], "12 ranks do not fill hosts of 8: name them by --hosts"),
+        (
+            ["--ranks", "4", "--hosts", "1x4", "--layers", "2", "--heads", "2", "--batch", "1"],
+            "4 ranks cannot divide a batch of 1, 2 layers and 2 heads",
+        ),
+        (["--ranks", "7"], "7 ranks cannot divide a batch of 1536, 4 layers and 4 heads"),
+        (["--hosts", "8"], "two numbers"),
+        (["--gpu-memory", "x"], "not a number"),
+    ],
+)
 def test_the_command_refuses_in_a_sentence(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

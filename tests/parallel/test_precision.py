@@ -13,8 +13,11 @@ from parallel.optim import DTYPES, LossScale, dtype_of, master_dtype
 
 def test_dtypes_by_name() -> None:
     assert [dtype_of(name) for name in DTYPES] == [
-        np.float64, np.float32, np.dtype(ml_dtypes.bfloat16), np.float16,
-    ]  # fmt: skip
+        np.float64,
+        np.float32,
+        np.dtype(ml_dtypes.bfloat16),
+        np.float16,
+    ]
     assert [dtype_of(name).name for name in DTYPES] == list(DTYPES)
 
 
@@ -27,8 +30,11 @@ def test_other_dtypes_are_refused(name: str) -> None:
 def test_masters_have_four_bytes_at_least() -> None:
     masters = {name: master_dtype(dtype_of(name)).name for name in DTYPES}
     assert masters == {
-        "float64": "float64", "float32": "float32", "bfloat16": "float32", "float16": "float32",
-    }  # fmt: skip
+        "float64": "float64",
+        "float32": "float32",
+        "bfloat16": "float32",
+        "float16": "float32",
+    }
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -61,8 +61,9 @@ def test_no_element_moves_by_more_than_half_a_scale(
     error = np.abs(back.astype(np.float64) - x.astype(np.float64))
     scales = scale_of_each(packed, size, bits=bits)
     assert np.all(error <= HALF * scales)
-    peaks = [np.abs(part.astype(np.float32)).max() for part in np.split(x, range(256, size, 256))
-             if size]  # fmt: skip
+    peaks = [
+        np.abs(part.astype(np.float32)).max() for part in np.split(x, range(256, size, 256)) if size
+    ]
     np.testing.assert_array_equal(scales[::BLOCK], np.array(peaks, np.float32) / np.float32(steps))
 
 

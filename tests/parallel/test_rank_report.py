@@ -83,8 +83,10 @@ def test_parameters_are_digests_of_the_elements_that_a_rank_has(make: Any, ranks
 
 def test_pairs_have_zero_for_what_one_does_not_know() -> None:
     assert pairs({"a": 1, "b": np.int64(2)}, {"b": 3, "c": 4}) == {
-        "a": (1, 0), "b": (2, 3), "c": (0, 4),
-    }  # fmt: skip
+        "a": (1, 0),
+        "b": (2, 3),
+        "c": (0, 4),
+    }
 
 
 # All ranks'
@@ -111,8 +113,10 @@ def test_reports_come_to_rank_0() -> None:
     assert others == [None, None]
     assert [list(each.memory["gradients"]) for each in first] == [[0, 0], [1, 2], [2, 4]]
     assert [list(each.parameters["head"]) for each in first] == [
-        [0, 3, ""], [0, 3, "ab"], [0, 3, "abab"],
-    ]  # fmt: skip
+        [0, 3, ""],
+        [0, 3, "ab"],
+        [0, 3, "abab"],
+    ]
     assert differences(first) == [
         "gradients of rank 1: 1 by formula, 2 counted",
         "gradients of rank 2: 2 by formula, 4 counted",
@@ -135,12 +139,15 @@ def test_nothing_differs_where_all_is_equal() -> None:
     assert differences([report(), report()]) == []
 
 
-@pytest.mark.parametrize(("changed", "said"), [
-    ({"memory": {"parameters": (8, 9)}}, "parameters of rank 1: 8 by formula, 9 counted"),
-    ({"memory": {"other": (0, 1)}}, "other of rank 1: 0 by formula, 1 counted"),
-    ({"moved": {READ: (5, 4)}}, "read from disk of rank 1: 5 by formula, 4 counted"),
-    ({"parameters": {"head": (0, 4, "abd")}}, "parameters of head on ranks 0 and 1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"memory": {"parameters": (8, 9)}}, "parameters of rank 1: 8 by formula, 9 counted"),
+        ({"memory": {"other": (0, 1)}}, "other of rank 1: 0 by formula, 1 counted"),
+        ({"moved": {READ: (5, 4)}}, "read from disk of rank 1: 5 by formula, 4 counted"),
+        ({"parameters": {"head": (0, 4, "abd")}}, "parameters of head on ranks 0 and 1"),
+    ],
+)
 def test_whatever_differs_is_named(changed: dict[str, Any], said: str) -> None:
     assert differences([report(), report(**changed), report()]) == [said]
 

@@ -25,9 +25,16 @@ def test_a_step_of_zero3_gathers_before_and_frees_after_each_layer(
 ) -> None:
     names = [row[0] for row in rows(capsys, "zero3", "--layers", "0", "--micro-batches", "2")]
     first = [
-        "0UNSHARD[embedding]@data", "0UNSHARD[head]@data", "0F0[embedding]", "0RESHARD[embedding]",
-        "0F0[head]", "0RESHARD[head]", "0F0[loss]", "0B0[loss]", "0UNSHARD[head]@data",
-    ]  # fmt: skip
+        "0UNSHARD[embedding]@data",
+        "0UNSHARD[head]@data",
+        "0F0[embedding]",
+        "0RESHARD[embedding]",
+        "0F0[head]",
+        "0RESHARD[head]",
+        "0F0[loss]",
+        "0B0[loss]",
+        "0UNSHARD[head]@data",
+    ]
     assert [name for name in names[: len(first)] if name not in first] == []
     assert names.count("0UNSHARD[head]@data") == 4 and names.count("0REDUCE[head]@data") == 2
 

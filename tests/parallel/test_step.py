@@ -37,9 +37,13 @@ def layout_on(
     mesh = Mesh(None, **axes)
     is_parallel = "tensor" in axes
     model = gpt(
-        num_layers=LAYERS, hidden=16, num_heads=2, context=CONTEXT, mesh=mesh,
+        num_layers=LAYERS,
+        hidden=16,
+        num_heads=2,
+        context=CONTEXT,
+        mesh=mesh,
         sequence_parallel="gather" if is_parallel else None,
-    )  # fmt: skip
+    )
     recipe = Recipe("float32", num_micro_batches=micro_batches)
     sharding = sharding or Sharding.ddp()
     return Layout(mesh, model, recipe, sharding=sharding, schedule=schedule)
@@ -137,8 +141,15 @@ def test_recomputation_adds_a_forward() -> None:
 
 
 def test_a_model_with_experts_waits_for_what_these_send() -> None:
-    model = {"gate": "stable", "num_experts": 4, "every": 1, "num_layers": 2, "hidden": 8,
-             "num_heads": 2, "context": CONTEXT}  # fmt: skip
+    model = {
+        "gate": "stable",
+        "num_experts": 4,
+        "every": 1,
+        "num_layers": 2,
+        "hidden": 8,
+        "num_heads": 2,
+        "context": CONTEXT,
+    }
     log = uniform(model, ROWS).log
     layout = layout_of(TrainingStep(model, ROWS, log), {"data": 2, "expert": 4})
     step, _ = step_of(layout, SLOW, lambda _: 1.0)

@@ -343,9 +343,13 @@ def test_gradients_of_two_bytes_may_be_summed_in_four(name: str) -> None:
     assert all(formula == counted for end in wide for formula, counted in end.memory.values())
     assert wide[0].memory["buffers"] > plain[0].memory["buffers"]  # of the wide copies
     before, after = (
-        sum(row.recorded.bytes for row in ends[0].table.rows if "reduce" in row.collective
-            and row.phase != "loss") for ends in (plain, wide)
-    )  # fmt: skip
+        sum(
+            row.recorded.bytes
+            for row in ends[0].table.rows
+            if "reduce" in row.collective and row.phase != "loss"
+        )
+        for ends in (plain, wide)
+    )
     assert after == 2 * before > 0
     rounded, exact = (ends[0].strategy.optimizer.states["first"]["head"] for ends in (plain, wide))
     # Sums of two numbers are rounded once anyway.
@@ -511,9 +515,8 @@ def test_options_of_an_optimizer_are_compared_however_they_are_written(
     ours: Any, theirs: Any, is_alike: bool
 ) -> None:
     said = outcome(
-        ddp, 2,
-        recipe=lambda rank: Recipe(optimizer=partial(Adam, **(theirs if rank else ours))),
-    )  # fmt: skip
+        ddp, 2, recipe=lambda rank: Recipe(optimizer=partial(Adam, **(theirs if rank else ours)))
+    )
     assert said == 2 * ["" if is_alike else f"ModelMismatch: {DIFFER}: option optimizer of rank 1"]
 
 

@@ -35,10 +35,13 @@ from tests.parallel.split_layers import bound_by_name, near
 SIZES: dict[str, Any] = {"num_layers": 1, "hidden": 6, "num_heads": 3, "context": 5}
 TOKENS = ArraySpec.tokens(2, 5, 8)
 MEGATRON = {
-    "embedding.token": (0, "tensor"), "head.out.table": (0, "tensor"),
-    "*.qkv.weight": (2, "tensor"), "*.attention.out.weight": (0, "tensor"),
-    "*.up.weight": (1, "tensor"), "*.down.weight": (0, "tensor"),
-}  # fmt: skip
+    "embedding.token": (0, "tensor"),
+    "head.out.table": (0, "tensor"),
+    "*.qkv.weight": (2, "tensor"),
+    "*.attention.out.weight": (0, "tensor"),
+    "*.up.weight": (1, "tensor"),
+    "*.down.weight": (0, "tensor"),
+}
 PLACEMENTS: dict[str, Mapping[str, tuple[int, str]]] = {
     "megatron": MEGATRON,
     "the MLP": {name: MEGATRON[name] for name in ("*.up.weight", "*.down.weight")},
@@ -49,12 +52,14 @@ PLACEMENTS: dict[str, Mapping[str, tuple[int, str]]] = {
     "a width of heads": {"*.qkv.weight": (3, "tensor")},
     "queries, keys, values": {"*.qkv.weight": (1, "tensor")},
     "columns everywhere": {
-        "*.qkv.weight": (2, "tensor"), "*.attention.out.weight": (1, "tensor"),
-        "*.up.weight": (1, "tensor"), "*.down.weight": (1, "tensor"),
+        "*.qkv.weight": (2, "tensor"),
+        "*.attention.out.weight": (1, "tensor"),
+        "*.up.weight": (1, "tensor"),
+        "*.down.weight": (1, "tensor"),
         "head.out.table": (0, "tensor"),
     },
     "biases as they follow": MEGATRON | {"*.qkv.bias": (1, "tensor"), "*.up.bias": (0, "tensor")},
-}  # fmt: skip
+}
 
 
 def loss_and_gradients(model: Model) -> tuple[float, dict[str, Values]]:
@@ -94,12 +99,13 @@ def test_the_result_is_that_of_one_rank(name: str, tensor: int) -> None:
         assert len(made) > 0
         for collective in {call.collective for call in made}:
             nbytes = [
-                int(call.matrices(tensor)[1].sum()) for call in made
+                int(call.matrices(tensor)[1].sum())
+                for call in made
                 if call.collective == collective
-            ]  # fmt: skip
-            totals = comm.all_reduce(np.array([sum(
-                row.bytes for row in ledger.rows() if row.collective == collective
-            )]))  # fmt: skip
+            ]
+            totals = comm.all_reduce(
+                np.array([sum(row.bytes for row in ledger.rows() if row.collective == collective)])
+            )
             assert int(totals[0]) == sum(nbytes)
 
     collectives.run(fn, size=tensor)
@@ -134,8 +140,9 @@ def test_other_placements_send_something_else() -> None:
 
     def fn(comm: Communicator) -> None:
         mesh = Mesh(comm, tensor=2)
-        found = {name: calls_of(annotate(gpt(**SIZES), PLACEMENTS[name], mesh))
-                 for name in PLACEMENTS}  # fmt: skip
+        found = {
+            name: calls_of(annotate(gpt(**SIZES), PLACEMENTS[name], mesh)) for name in PLACEMENTS
+        }
         n = 2 * 5 * 6  # elements of an array between layers
         assert found["the MLP"] == {"block0": [[("all_reduce", n)], [("all_reduce", n)]]}
         assert found["attention"] == found["the MLP"]
@@ -172,9 +179,10 @@ def test_heads_stay_divided_if_ranks_divide_rows_too(kind: Any) -> None:
 
         def attention(columns: Any, rows: Any) -> dict[str, Any]:
             return {
-                "qkv": columns(Linear(6, (3, 3, 2))), "heads": kind(3, mesh, width=2),
+                "qkv": columns(Linear(6, (3, 3, 2))),
+                "heads": kind(3, mesh, width=2),
                 "out": rows(Linear(6, 6)),
-            }  # fmt: skip
+            }
 
         at = Whole(mesh)
         by_hand = attention(lambda x: Columns(x, at, 1), lambda x: Rows(x, at, 2))
@@ -250,25 +258,35 @@ def test_one_rank_along_the_axis_divides_nothing() -> None:
 
 
 REFUSED: list[tuple[Mapping[str, tuple[int, str]], str]] = [
-    ({"*.down.weight": (0, "tensor")},
-     "block0.mlp.down is divided by its input along 'tensor', but what enters it is not"),
-    ({"*.qkv.weight": (1, "tensor"), "*.attention.out.weight": (0, "tensor")},
-     "block0.attention.out is divided by its input along 'tensor', but what enters it is not"),
+    (
+        {"*.down.weight": (0, "tensor")},
+        "block0.mlp.down is divided by its input along 'tensor', but what enters it is not",
+    ),
+    (
+        {"*.qkv.weight": (1, "tensor"), "*.attention.out.weight": (0, "tensor")},
+        "block0.attention.out is divided by its input along 'tensor', but what enters it is not",
+    ),
     ({"head.out.table": (1, "tensor")}, "head.out cannot be divided by dimension 1 of its matrix"),
     ({"*.up.weight": (2, "tensor")}, "block0.mlp.up cannot be divided by dimension 2"),
     ({"*.norm.gain": (0, "tensor")}, r"block0.attention.norm cannot compute with gain divided as"),
     ({"embedding.token": (1, "tensor")}, "embedding cannot compute with token divided as"),
     ({"embedding.position": (0, "tensor")}, "embedding cannot compute with position divided as"),
     ({"*.up.bias": (0, "tensor")}, "block0.mlp.up cannot compute with bias divided as"),
-    ({"*.up.weight": (1, "tensor"), "*.down.*": (0, "tensor")},
-     "block0.mlp.down cannot compute with bias divided as"),
+    (
+        {"*.up.weight": (1, "tensor"), "*.down.*": (0, "tensor")},
+        "block0.mlp.down cannot compute with bias divided as",
+    ),
     ({"*.over.weight": (1, "tensor")}, r"there is no parameter '\*.over.weight' to be placed"),
-    ({"*.up.weight": (1, "tensor"), "block0.mlp.up.*": (0, "tensor")},
-     "block0.mlp.up.weight is placed differently by"),
+    (
+        {"*.up.weight": (1, "tensor"), "block0.mlp.up.*": (0, "tensor")},
+        "block0.mlp.up.weight is placed differently by",
+    ),
     ({"*.up.weight": (1, "expert")}, "is placed along 'expert', which the mesh lacks"),
-    ({"*.up.weight": (1, "tensor"), "*.down.weight": (0, "data")},
-     "block0.mlp.down is divided by its input along 'data', but what enters it is not"),
-]  # fmt: skip
+    (
+        {"*.up.weight": (1, "tensor"), "*.down.weight": (0, "data")},
+        "block0.mlp.down is divided by its input along 'data', but what enters it is not",
+    ),
+]
 
 
 @pytest.mark.parametrize(("placements", "message"), REFUSED)
@@ -306,9 +324,12 @@ def test_other_layers_get_the_whole() -> None:
 
     def layers() -> dict[str, Any]:
         return {
-            "up": Linear(6, (4, 2)), "gelu": Cubed(), "flip": Flipped(8),
-            "out": Linear(8, (3, 2)), "loss": CrossEntropy(),
-        }  # fmt: skip
+            "up": Linear(6, (4, 2)),
+            "gelu": Cubed(),
+            "flip": Flipped(8),
+            "out": Linear(8, (3, 2)),
+            "loss": CrossEntropy(),
+        }
 
     x, step = np.ones((2, 5, 6)), Step(np.zeros((2, 5), int), 10)
     alone = Model(layers())
@@ -321,8 +342,12 @@ def test_other_layers_get_the_whole() -> None:
         bound_by_name(model)
         assert Sequential(model.layers).forward(x, step)[0] == pytest.approx(wanted, rel=1e-13)
         assert [type(layer) for layer in model.layers.values()] == [
-            Columns, Cubed, Flipped, Columns, CrossEntropy,
-        ]  # fmt: skip
+            Columns,
+            Cubed,
+            Flipped,
+            Columns,
+            CrossEntropy,
+        ]
 
     collectives.run(fn, size=2)
 

@@ -167,9 +167,10 @@ def test_the_calls_of_a_block(
         mesh = Mesh(comm, tensor=2)
         model = gpt(**SIZES, mesh=mesh, sequence_parallel=form)
         for calls, wanted in zip(
-            model.traffic(ArraySpec.tokens(ROWS, LENGTH, 8))["block1"], (forward, backward),
+            model.traffic(ArraySpec.tokens(ROWS, LENGTH, 8))["block1"],
+            (forward, backward),
             strict=True,
-        ):  # fmt: skip
+        ):
             names = [call.collective for call in calls]
             assert {name: names.count(name) for name in names} == wanted
             assert {int(np.sum(call.counts)) for call in calls} == {ROWS * LENGTH * 6}

@@ -66,16 +66,15 @@ def rows(linear: Linear, at: Region, block: int = 1) -> Layer:
 
 
 def mlp(at: Region) -> dict[str, Layer]:
-    return {
-        "up": columns(Linear(5, 7), at), "gelu": Gelu(), "down": rows(Linear(7, 5), at),
-    }  # fmt: skip
+    return {"up": columns(Linear(5, 7), at), "gelu": Gelu(), "down": rows(Linear(7, 5), at)}
 
 
 def attention(at: Region) -> dict[str, Layer]:
     return {
         "qkv": columns(Linear(5, (3, HEADS, WIDTH)), at, dim=1),
-        "heads": CausalAttention(HEADS, WIDTH), "out": rows(Linear(HEADS * WIDTH, 5), at, WIDTH),
-    }  # fmt: skip
+        "heads": CausalAttention(HEADS, WIDTH),
+        "out": rows(Linear(HEADS * WIDTH, 5), at, WIDTH),
+    }
 
 
 def normed(at: Region, layers: dict[str, Layer]) -> Layer:
@@ -99,9 +98,7 @@ CASES = {
     "columns of an inner dim": Case(
         lambda at: columns(Linear(5, (3, 4, 2)), at, dim=1), SHAPE, out=features(3, 4, 2, dim=1)
     ),
-    "gathered": Case(
-        lambda at: columns(Linear(5, 7), at, is_gathered=True), SHAPE, out=whole
-    ),
+    "gathered": Case(lambda at: columns(Linear(5, 7), at, is_gathered=True), SHAPE, out=whole),
     "gathered of an inner dim": Case(
         lambda at: columns(Linear(5, (3, 4, 2)), at, dim=1, is_gathered=True), SHAPE, out=whole
     ),
@@ -116,7 +113,7 @@ CASES = {
     "attention": Case(lambda at: normed(at, attention(at)), SHAPE),
     "embedding": Case(embedding, (2, 4), into=whole, num_tokens=CLASSES),
     "head": Case(head, SHAPE),
-}  # fmt: skip
+}
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 each_form = pytest.mark.parametrize("form", FORMS)
 
@@ -183,8 +180,9 @@ def test_a_vocabulary_sends_one_vector_or_three_numbers_a_token() -> None:
     """Of the three numbers, two are in one call; `f` of the logits is the call backward."""
     assert calls_of("embedding", "whole") == ([("all_reduce", N)], [])
     assert calls_of("head", "whole") == (
-        [("all_reduce", 8), ("all_reduce", 16)], [("all_reduce", N)],
-    )  # fmt: skip
+        [("all_reduce", 8), ("all_reduce", 16)],
+        [("all_reduce", N)],
+    )
 
 
 # Negative controls
@@ -198,22 +196,27 @@ def spoil(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
         monkeypatch.setattr(Whole, "start_f_backward", lambda self, dx: lambda: dx)
     elif what == "scatter":  # its own part, without those of others
         monkeypatch.setattr(
-            region, "start_scattered",
-            lambda comm, x, dim, counts, algorithm: lambda: x[
-                :, sum(counts[: comm.rank]) : sum(counts[: comm.rank + 1])
-            ].copy(),
-        )  # fmt: skip
+            region,
+            "start_scattered",
+            lambda comm, x, dim, counts, algorithm: (
+                lambda: x[:, sum(counts[: comm.rank]) : sum(counts[: comm.rank + 1])].copy()
+            ),
+        )
 
 
 @pytest.mark.parametrize(
     ("what", "name", "form"),
     [
-        ("g", "mlp", "whole"), ("g", "attention", "whole"), ("g", "embedding", "whole"),
-        ("f backward", "mlp", "whole"), ("f backward", "head", "whole"),
+        ("g", "mlp", "whole"),
+        ("g", "attention", "whole"),
+        ("g", "embedding", "whole"),
+        ("f backward", "mlp", "whole"),
+        ("f backward", "head", "whole"),
         ("f backward", "gathered", "whole"),
-        ("scatter", "mlp", "keep"), ("scatter", "embedding", "gather"),
+        ("scatter", "mlp", "keep"),
+        ("scatter", "embedding", "gather"),
     ],
-)  # fmt: skip
+)
 def test_without_one_sum_the_result_is_another(
     monkeypatch: pytest.MonkeyPatch, what: str, name: str, form: str
 ) -> None:
@@ -402,11 +405,14 @@ def test_ranks_that_mean_different_regions_do_not_agree() -> None:
     """What decides which calls are made is in `config`, which ranks compare."""
     mesh, linear = Mesh(None), Linear(5, (3, 4, 2))
     layers = [
-        Columns(linear, Whole(mesh)), Columns(linear, Whole(mesh), 1),
-        Columns(linear, Whole(mesh), is_gathered=True), Columns(linear, Divided(mesh)),
+        Columns(linear, Whole(mesh)),
+        Columns(linear, Whole(mesh), 1),
+        Columns(linear, Whole(mesh), is_gathered=True),
+        Columns(linear, Divided(mesh)),
         Columns(linear, Divided(mesh, gathers_again=True)),
-        Columns(linear, Whole(mesh, algorithm="recursive_doubling")), linear,
-    ]  # fmt: skip
+        Columns(linear, Whole(mesh, algorithm="recursive_doubling")),
+        linear,
+    ]
     configs = [str(layer.config()) for layer in layers]
     assert len(set(configs)) == len(layers)
     assert spec_of(np.ones(SHAPE), 8).rank == 0

@@ -72,11 +72,17 @@ def test_nothing_is_sent_by_one_rank_alone() -> None:
     alone.check()
 
 
-@pytest.mark.parametrize("recorded", [
-    {}, {("loss", "all_reduce"): Tally(3, 12, 61)}, {("loss", "all_reduce"): Tally(3, 13, 60)},
-    {("loss", "all_reduce"): Tally(2, 12, 60)}, RECORDED | {("", "send"): Tally(1, 1, 0)},
-    RECORDED | {("loss", "send"): Tally(1, 1, 8)},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        {},
+        {("loss", "all_reduce"): Tally(3, 12, 61)},
+        {("loss", "all_reduce"): Tally(3, 13, 60)},
+        {("loss", "all_reduce"): Tally(2, 12, 60)},
+        RECORDED | {("", "send"): Tally(1, 1, 0)},
+        RECORDED | {("loss", "send"): Tally(1, 1, 8)},
+    ],
+)
 def test_a_record_that_differs(recorded: dict[tuple[str, str], Tally]) -> None:
     with pytest.raises(TrafficMismatch, match="predicted"):
         table(recorded=recorded).check()
@@ -224,7 +230,7 @@ BACKWARD = [
 BACKWARD_RECORDED = {
     ("backward/bucket0", "all_reduce"): Tally(3, 12, 60),
     ("backward", "broadcast"): Tally(2, 2, 16),
-}  # fmt: skip
+}
 BACKWARD_MATRIX = np.array([[0, 46], [30, 0]])
 BACKWARD_SEEN = np.array([[[0, 8], [6, 0]], BACKWARD_MATRIX])
 
@@ -241,8 +247,10 @@ def backward(
 def test_rows_of_one_phase_have_a_sum_that_was_observed() -> None:
     made = backward()
     assert [(row.phase, row.collective) for row in made.rows] == [
-        ("backward/bucket0", "all_reduce"), ("backward", "broadcast"), ("backward", ALL),
-    ]  # fmt: skip
+        ("backward/bucket0", "all_reduce"),
+        ("backward", "broadcast"),
+        ("backward", ALL),
+    ]
     *parts, whole = made.rows
     assert [row.observed for row in parts] == [None, None]
     assert whole.predicted == whole.recorded == Tally(5, 14, 76)
@@ -295,8 +303,13 @@ def test_a_label_belongs_to_the_longest_watched_phase_it_lies_in() -> None:
     labels = ["backward", "backward/bucket0", "backward/bucket0/x", "backwards", "back", OUTSIDE]
     observed = "backward", "backward/bucket0", "loss"
     assert [observed_phase(label, observed) for label in labels] == [
-        "backward", "backward/bucket0", "backward/bucket0", OUTSIDE, OUTSIDE, OUTSIDE,
-    ]  # fmt: skip
+        "backward",
+        "backward/bucket0",
+        "backward/bucket0",
+        OUTSIDE,
+        OUTSIDE,
+        OUTSIDE,
+    ]
 
 
 def test_what_no_watched_phase_holds_is_compared_with_what_left_outside() -> None:
@@ -348,8 +361,17 @@ def test_print_is_plain_where_there_is_no_terminal() -> None:
     text = printed(table(observed={"loss": SEEN}))
     assert text.isascii()
     assert cells(text, "all_reduce") == [
-        "loss", "all_reduce", "3", "3", "12", "12", "12", "60", "60", "60",
-    ]  # fmt: skip
+        "loss",
+        "all_reduce",
+        "3",
+        "3",
+        "12",
+        "12",
+        "12",
+        "60",
+        "60",
+        "60",
+    ]
 
 
 def cells(text: str, word: str) -> list[str]:
@@ -411,8 +433,10 @@ def test_matrices_are_of_outermost_phases() -> None:
     sent |= {("starting", "broadcast"): 7}
     made = TrafficTable([], ledger({key: Tally(1, 1, n) for key, n in sent.items()}), None, size=2)
     assert json.loads(json.dumps(made.as_dict()["matrices"])) == {
-        "start": [[0, 7], [0, 0]], OUTSIDE: [[0, 6], [0, 0]], "starting": [[0, 7], [0, 0]],
-    }  # fmt: skip
+        "start": [[0, 7], [0, 0]],
+        OUTSIDE: [[0, 6], [0, 0]],
+        "starting": [[0, 7], [0, 0]],
+    }
 
 
 # Every axis has a matrix

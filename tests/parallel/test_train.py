@@ -36,9 +36,21 @@ from parallel.train import main, parser
 ROOT = Path(__file__).parent.parent.parent
 TEXT = argparse.__file__  # a hundred thousand bytes or so, quickly read
 SMALL = (
-    "--text", TEXT, "--layers", "1", "--hidden", "8", "--heads", "2",
-    "--context", "4", "--batch", "9", "--steps", "3",
-)  # fmt: skip
+    "--text",
+    TEXT,
+    "--layers",
+    "1",
+    "--hidden",
+    "8",
+    "--heads",
+    "2",
+    "--context",
+    "4",
+    "--batch",
+    "9",
+    "--steps",
+    "3",
+)
 
 
 class Run(NamedTuple):
@@ -101,13 +113,21 @@ def test_every_strategy_accounts_for_all_it_sends_and_keeps(run: Any, strategy: 
 LARGE = ("--hidden", "48", "--context", "40", "--batch", "40", "--layers", "2", "--steps", "1")
 
 
-@pytest.mark.parametrize("words", [
-    (), ("--strategy", "zero3"), ("--mesh", "tensor=2"), ("--recompute",), ("--dropout", "0.1"),
-    ("--mesh", "tensor=2", "--sequence-parallel"),
-    ("--mesh", "tensor=2", "--sequence-parallel", "gather"), ("--mesh", "context=2"),
-    ("--mesh", "context=2", "--attention", "ulysses"),
-    ("--mesh", "pipe=2", "--schedule", "zb-h1", "--micro-batches", "2"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        (),
+        ("--strategy", "zero3"),
+        ("--mesh", "tensor=2"),
+        ("--recompute",),
+        ("--dropout", "0.1"),
+        ("--mesh", "tensor=2", "--sequence-parallel"),
+        ("--mesh", "tensor=2", "--sequence-parallel", "gather"),
+        ("--mesh", "context=2"),
+        ("--mesh", "context=2", "--attention", "ulysses"),
+        ("--mesh", "pipe=2", "--schedule", "zb-h1", "--micro-batches", "2"),
+    ],
+)
 def test_the_memory_of_large_arrays_is_predicted(run: Any, words: tuple[str, ...]) -> None:
     assert run(*LARGE, *words).status == 0
 
@@ -384,10 +404,7 @@ def test_a_checkpoint_of_another_setup_is_refused_in_a_sentence(
 
 
 def test_a_checkpoint_that_was_cut_is_refused_in_a_sentence(
-    run: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks that are threads do not abort the MPI of the program that they are in."""
     aborted: list[Any] = []
@@ -553,8 +570,10 @@ def test_group(run: Any) -> None:
 
 
 def test_gradient_bits(run: Any) -> None:
-    of = {bits: run("--strategy", "zeropp", *words, ranks=4)
-          for bits, words in ((8, []), (4, ["--gradient-bits", "4"]))}  # fmt: skip
+    of = {
+        bits: run("--strategy", "zeropp", *words, ranks=4)
+        for bits, words in ((8, []), (4, ["--gradient-bits", "4"]))
+    }
     assert all(taken(done).sharding.reduction.bits == bits for bits, done in of.items())
     assert of[4].status == 0 and of[4].losses != of[8].losses
 
@@ -607,9 +626,10 @@ def test_options_have_their_defaults(run: Any) -> None:
 # Algorithms
 
 
-@pytest.mark.parametrize(("strategy", "algorithm"), [
-    ("server-sync", "binomial"), ("zero1", "direct"), ("hsdp", "circulant"), ("zeropp", "bruck"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("strategy", "algorithm"),
+    [("server-sync", "binomial"), ("zero1", "direct"), ("hsdp", "circulant"), ("zeropp", "bruck")],
+)
 def test_traffic_of_another_algorithm_is_predicted(run: Any, strategy: str, algorithm: str) -> None:
     assert (
         taken(run("--strategy", strategy, "--algorithm", algorithm)).layout.algorithm == algorithm
@@ -621,7 +641,8 @@ def test_traffic_of_another_algorithm_is_predicted(run: Any, strategy: str, algo
 REFUSED: dict[str, tuple[list[str], int, str]] = {
     "rows": (["--batch", "2"], 3, "a global batch of 2 cannot be divided among 3 ranks with 1 m"),
     "micro-batches": (
-        ["--micro-batches", "5"], 2,
+        ["--micro-batches", "5"],
+        2,
         "a global batch of 9 cannot be divided among 2 ranks with 5 micro-batches each",
     ),
     "serial": (["--strategy", "serial"], 2, "the serial strategy runs on one rank, not on 2"),
@@ -630,10 +651,13 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "context": (["--context", "1000000"], 2, "too short for a context of 1000000"),
     "heads": (["--heads", "3"], 2, "3 heads do not divide a width of 8"),
     "hook of zero1": (
-        ["--strategy", "zero1", "--hook", "int8"], 2, "the strategy zero1 takes no --hook",
+        ["--strategy", "zero1", "--hook", "int8"],
+        2,
+        "the strategy zero1 takes no --hook",
     ),
     "several": (
-        ["--staleness-bound", "1", "--keep-after-forward"], 2,
+        ["--staleness-bound", "1", "--keep-after-forward"],
+        2,
         "the strategy ddp takes no --keep-after-forward, --staleness-bound",
     ),
     "kill": (["--kill", "1:1"], 2, "the strategy ddp takes no --kill"),
@@ -643,50 +667,62 @@ REFUSED: dict[str, tuple[list[str], int, str]] = {
     "place": (["--offload", "moon"], 2, "cannot offload to 'moon'; choose host or disk:F"),
     "folder": (["--offload", "disk:"], 2, "cannot offload to 'disk:'"),
     "place of activations": (
-        ["--offload-activations", "moon"], 2, "cannot offload to 'moon'; choose host or disk:F",
+        ["--offload-activations", "moon"],
+        2,
+        "cannot offload to 'moon'; choose host or disk:F",
     ),
     "algorithm": (["--algorithm", "rang"], 2, "unknown algorithm 'rang' for all_reduce; known"),
     "algorithm's ranks": (["--algorithm", "swing"], 3, "all_reduce by swing serves an even number"),
     "algorithm of both": (
-        ["--strategy", "zero2", "--algorithm", "bruck"], 2,
+        ["--strategy", "zero2", "--algorithm", "bruck"],
+        2,
         "unknown algorithm 'bruck' for reduce_scatter",
     ),
     "algorithm of the servers": (
-        ["--strategy", "server-sync", "--algorithm", "scatter_all_gather"], 2,
+        ["--strategy", "server-sync", "--algorithm", "scatter_all_gather"],
+        2,
         "unknown algorithm 'scatter_all_gather' for reduce",
     ),
     "algorithm of groups": (
-        ["--strategy", "hsdp", "--algorithm", "swing", "--group-size", "4"], 4,
+        ["--strategy", "hsdp", "--algorithm", "swing", "--group-size", "4"],
+        4,
         "all_reduce by swing serves an even number of ranks only, not 1",
     ),
     "algorithm by which ranks differ": (
-        ["--algorithm", "one_shot"], 3, "all_reduce.one_shot rounds differently on different ranks",
+        ["--algorithm", "one_shot"],
+        3,
+        "all_reduce.one_shot rounds differently on different ranks",
     ),
     "algorithm of nothing": (
-        ["--strategy", "serial", "--algorithm", "ring"], 1,
+        ["--strategy", "serial", "--algorithm", "ring"],
+        1,
         "the strategy serial takes no --algorithm",
     ),
     "group": (
-        ["--strategy", "hsdp", "--group-size", "2"], 3,
+        ["--strategy", "hsdp", "--group-size", "2"],
+        3,
         "3 ranks cannot be divided into groups of 2",
     ),
     "save": (["--save-every", "1"], 2, "--save-every needs --save"),
     "save, asynchronous": (
-        ["--strategy", "server-async", "--save", "x", "--save-every", "1"], 2,
+        ["--strategy", "server-async", "--save", "x", "--save-every", "1"],
+        2,
         "server-async takes no --save-every",
     ),
     "save, local": (
-        ["--strategy", "local-updates", "--save", "x", "--save-every", "5"], 2,
+        ["--strategy", "local-updates", "--save", "x", "--save-every", "5"],
+        2,
         "--save-every 5 is no multiple of --every 10: between, ranks have different parameters",
     ),
     "save, elastic": (
-        ["--strategy", "elastic", "--save", "x"], 2, "the elastic strategy takes no --save",
+        ["--strategy", "elastic", "--save", "x"],
+        2,
+        "the elastic strategy takes no --save",
     ),
-
     "trace": (["--trace", "/no/such/folder/x.json"], 2, "/no/such/folder/x.json cannot be written"),
     "json": (["--json", "/"], 2, "/ cannot be written"),
     "no checkpoint": (["--resume", "/no/such/checkpoint"], 2, "no checkpoint in /no/such/checkp"),
-}  # fmt: skip
+}
 
 
 Words = Callable[[int], Sequence[str | Path]]

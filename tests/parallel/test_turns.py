@@ -31,15 +31,19 @@ def phase(name: str) -> Iterator[None]:
 def actions(letters: str) -> list[LayerAction]:
     """An action of a layer for each letter, numbered for each kind."""
     kinds: dict[str, tuple[type[LayerAction], str]] = {
-        "F": (LayerForward, "forward"), "B": (LayerBackward, "backward"),
-    }  # fmt: skip
+        "F": (LayerForward, "forward"),
+        "B": (LayerBackward, "backward"),
+    }
     return [
         kinds[letter][0](
-            layer=f"layer{i}", stage=0, micro_batch=letters[:i].count(letter),
-            phase=kinds[letter][1], slot=0,
+            layer=f"layer{i}",
+            stage=0,
+            micro_batch=letters[:i].count(letter),
+            phase=kinds[letter][1],
+            slot=0,
         )
         for i, letter in enumerate(letters)
-    ]  # fmt: skip
+    ]
 
 
 def ignore(*_: object) -> None:

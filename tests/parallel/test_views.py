@@ -19,9 +19,14 @@ from parallel.step import lower
 
 ROWS, CONTEXT = 8, 8
 AXES: list[dict[str, int]] = [
-    {"data": 3}, {"data": 2, "tensor": 2}, {"pipe": 2, "data": 2}, {"pipe": 2, "tensor": 2},
-    {"pipe": 3, "data": 1}, {"data": 2, "context": 2}, {"pipe": 2, "data": 2, "tensor": 2},
-]  # fmt: skip
+    {"data": 3},
+    {"data": 2, "tensor": 2},
+    {"pipe": 2, "data": 2},
+    {"pipe": 2, "tensor": 2},
+    {"pipe": 3, "data": 1},
+    {"data": 2, "context": 2},
+    {"pipe": 2, "data": 2, "tensor": 2},
+]
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -32,9 +37,10 @@ def drawn(seed: int) -> dict[str, Any]:
     stage = draw.choice([1, 2, 3])
     sharding = Sharding.zero(stage, axes=along) if along else Sharding()
     recipe = Recipe(
-        draw.choice(["float64", "float16"]), num_micro_batches=draw.choice([1, 2]),
+        draw.choice(["float64", "float16"]),
+        num_micro_batches=draw.choice([1, 2]),
         clip=draw.choice([None, 1.0]),
-    )  # fmt: skip
+    )
     return {"axes": axes, "sharding": sharding, "recipe": recipe}
 
 

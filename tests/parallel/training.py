@@ -10,15 +10,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator
-from parallel import (
-    Mesh,
-    Recipe,
-    Sharding,
-    TrafficTable,
-    Trainer,
-    choose_group_size,
-    text,
-)
+from parallel import Mesh, Recipe, Sharding, TrafficTable, Trainer, choose_group_size, text
 from parallel.nn import Model, gpt
 from parallel.run.memory import peak_memory
 
@@ -42,9 +34,13 @@ class End(NamedTuple):
 def model(*, is_tied: bool = False, layers: int = 2, recompute: Sequence[str] = ()) -> Model:
     """Units whose sizes 3, 4, 5 and 8 ranks divide unevenly."""
     return gpt(
-        num_layers=layers, hidden=6, num_heads=2, context=CONTEXT, is_tied=is_tied,
+        num_layers=layers,
+        hidden=6,
+        num_heads=2,
+        context=CONTEXT,
+        is_tied=is_tied,
         recompute=recompute,
-    )  # fmt: skip
+    )
 
 
 def batch(step: int, rank: int, ranks: int) -> Any:

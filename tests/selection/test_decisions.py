@@ -115,10 +115,13 @@ def test_what_is_wrong_is_refused_with_its_place(place: str, value: Any, sentenc
 def test_what_was_measured_on_devices_is_apart() -> None:
     """Neither says anything of the other, and older files have none of it."""
     host, devices = measured(all_gather=[row(None, "ring")]), [row(None, "bruck(radix=4)", "ring")]
-    text = json.dumps({
-        "machine": None, "measured": {"4": host, "8": host},
-        "measured_on_devices": {"8": measured(all_gather=devices)},
-    })  # fmt: skip
+    text = json.dumps(
+        {
+            "machine": None,
+            "measured": {"4": host, "8": host},
+            "measured_on_devices": {"8": measured(all_gather=devices)},
+        }
+    )
     found = Decisions.from_json(text)
     assert Decisions.from_json(found.to_json()).on_devices == found.on_devices
 
@@ -252,8 +255,11 @@ def test_the_reason_names_the_table() -> None:
 
 def test_what_was_measured_on_one_host_says_nothing_about_several() -> None:
     tables = {
-        "8": "ring", "8 on 4 hosts": "bruck", "8 on 2 hosts": "direct", "64 on 4 hosts": "swing"
-    }  # fmt: skip
+        "8": "ring",
+        "8 on 4 hosts": "bruck",
+        "8 on 2 hosts": "direct",
+        "64 on 4 hosts": "swing",
+    }
     found = read({key: measured(all_gather=[row(None, name)]) for key, name in tables.items()})
     assert Decisions.from_json(found.to_json()).measured == found.measured
 
@@ -267,8 +273,9 @@ def test_what_was_measured_on_one_host_says_nothing_about_several() -> None:
     assert chosen(4, 2) == ("bruck", "table measured on 8 ranks on 4 hosts: every size")
     assert chosen(2, 4)[0] == "direct"
     assert chosen(8, 2) == (
-        "bruck", "table measured on 8 ranks on 4 hosts, the nearest to 16 on 8 hosts: every size",
-    )  # fmt: skip
+        "bruck",
+        "table measured on 8 ranks on 4 hosts, the nearest to 16 on 8 hosts: every size",
+    )
     assert chosen(4, 16)[0] == "swing"
     alone = read({"8": measured(all_gather=[row(None, "ring")])})
     hosts = Topology.consecutive(8, 2)

@@ -18,16 +18,18 @@ CALLS: dict[str, tuple[Any, Any]] = {
     "reduce": (13, lambda comm, **o: comm.reduce(np.zeros(13), **o)),
     "all_reduce": (13, lambda comm, **o: comm.all_reduce(np.zeros(13), **o)),
     "all_gather": (
-        PARTS, lambda comm, **o: comm.all_gather(np.zeros(PARTS[comm.rank]), counts=PARTS, **o),
+        PARTS,
+        lambda comm, **o: comm.all_gather(np.zeros(PARTS[comm.rank]), counts=PARTS, **o),
     ),
     "reduce_scatter": (
-        PARTS, lambda comm, **o: comm.reduce_scatter(np.zeros(13), counts=PARTS, **o),
+        PARTS,
+        lambda comm, **o: comm.reduce_scatter(np.zeros(13), counts=PARTS, **o),
     ),
     "all_to_all": (
         TABLE,
         lambda comm, **o: comm.all_to_all(np.zeros(sum(TABLE[comm.rank])), counts=TABLE, **o),
     ),
-}  # fmt: skip
+}
 SERVED = [
     (collective, name)
     for collective in CALLS

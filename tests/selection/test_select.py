@@ -58,9 +58,13 @@ def test_defaults_for_large_vectors_send_the_least_between_hosts(shape: tuple[in
     n = 2**20 * hosts.size
     others = n - n // num_hosts
     least = {
-        "broadcast": n, "reduce": n, "all_reduce": 2 * others, "all_gather": others,
-        "reduce_scatter": others, "all_to_all": per_host * others,
-    }  # fmt: skip
+        "broadcast": n,
+        "reduce": n,
+        "all_reduce": 2 * others,
+        "all_gather": others,
+        "reduce_scatter": others,
+        "all_to_all": per_host * others,
+    }
     for collective, most in least.items():
         counts: Any = [n // hosts.size] * hosts.size
         counts = n if SPECS[collective].has_pieces else counts

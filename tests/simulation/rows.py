@@ -45,9 +45,14 @@ def spec(algorithm: str, size: int, num_bytes: int, collective: str = "all_reduc
     choice = choose(collective, algorithm, size, num_bytes)
     counts = num_bytes if collective in ("all_reduce", "broadcast", "reduce") else None
     return CallSpec(
-        collective, choice.algorithm, tuple(choice.options.items()), choice.segments, choice.label,
-        np.dtype(np.int8), (num_bytes // size,) * size if counts is None else counts,
-    )  # fmt: skip
+        collective,
+        choice.algorithm,
+        tuple(choice.options.items()),
+        choice.segments,
+        choice.label,
+        np.dtype(np.int8),
+        (num_bytes // size,) * size if counts is None else counts,
+    )
 
 
 def programs(

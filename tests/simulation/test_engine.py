@@ -19,9 +19,12 @@ from tests.simulation.rows import copy, program, programs, receive, send, wait
 o, O_BYTE, L, G_MESSAGE, G = 3.0, 0.25, 5.0, 4.0, 0.5  # seconds: easy to add up
 COPY, COMBINE = 0.125, 1.0
 EAGER = Link(
-    overhead_seconds=o, overhead_seconds_per_byte=O_BYTE, latency_seconds=L, gap_seconds=G_MESSAGE,
+    overhead_seconds=o,
+    overhead_seconds_per_byte=O_BYTE,
+    latency_seconds=L,
+    gap_seconds=G_MESSAGE,
     seconds_per_byte=G,
-)  # fmt: skip
+)
 RENDEZVOUS = EAGER._replace(is_rendezvous=True)
 FAR = EAGER._replace(latency_seconds=100.0)
 
@@ -29,8 +32,9 @@ FAR = EAGER._replace(latency_seconds=100.0)
 def machine(link: Link = EAGER) -> Machine:
     return Machine(
         {"same_host": (link,), "other_host": (FAR,)},
-        copy_seconds_per_byte=COPY, combine_seconds_per_byte=COMBINE,
-    )  # fmt: skip
+        copy_seconds_per_byte=COPY,
+        combine_seconds_per_byte=COMBINE,
+    )
 
 
 def seconds(*tables: Program, link: Link = EAGER, **options: object) -> list[float]:
@@ -89,9 +93,10 @@ def test_recursive_doubling_takes_its_closed_form() -> None:
 
 def test_the_cost_of_a_call_and_links_of_other_hosts_are_added() -> None:
     found = simulate(
-        programs("recursive_doubling", 4, 64), machine()._replace(call_seconds=7.0),
+        programs("recursive_doubling", 4, 64),
+        machine()._replace(call_seconds=7.0),
         hosts=[0, 0, 1, 1],
-    )  # fmt: skip
+    )
     assert found.seconds == pytest.approx(7 + exchange(64) + exchange(64, 100.0) + 2 * 64 * COMBINE)
 
 

@@ -135,9 +135,13 @@ def off_host(name: str, num_hosts: int, per_host: int) -> Fraction:
 
 @pytest.mark.parametrize(
     ("num_hosts", "ring", "circulant", "swing", "strided"),
-    [(2, 1.88, 10.6, 2.25, 1.0), (3, 1.92, 12.0, 3.0, 4 / 3), (4, 1.94, 13.3, 2.75, 1.5),
-     (8, 1.97, 14.7, 3.0, 1.75)],
-)  # fmt: skip
+    [
+        (2, 1.88, 10.6, 2.25, 1.0),
+        (3, 1.92, 12.0, 3.0, 4 / 3),
+        (4, 1.94, 13.3, 2.75, 1.5),
+        (8, 1.97, 14.7, 3.0, 1.75),
+    ],
+)
 def test_the_load_of_a_nic_is_that_of_the_literature(
     num_hosts: int, ring: float, circulant: float, swing: float, strided: float
 ) -> None:

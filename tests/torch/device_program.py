@@ -26,10 +26,21 @@ from tests.torch.tensors import DTYPES, Tensor, all_drawn, blank, blanks, check,
 Program = Callable[[Place], None]
 PROGRAMS: dict[str, Program] = {}
 TRAINED = (  # of `STRATEGIES`, those that a GPU runs
-    "ddp", "ddp_with_a_hook", "ddp_with_views_of_buckets", "ddp_in_bfloat16", "zero_redundancy",
-    "fsdp", "fsdp_in_bfloat16", "hybrid_fsdp", "tensor_parallel", "sequence_parallel",
-    "fsdp_of_tensor_parallel", "gpipe", "one_f_one_b", "interleaved",
-)  # fmt: skip
+    "ddp",
+    "ddp_with_a_hook",
+    "ddp_with_views_of_buckets",
+    "ddp_in_bfloat16",
+    "zero_redundancy",
+    "fsdp",
+    "fsdp_in_bfloat16",
+    "hybrid_fsdp",
+    "tensor_parallel",
+    "sequence_parallel",
+    "fsdp_of_tensor_parallel",
+    "gpipe",
+    "one_f_one_b",
+    "interleaved",
+)
 CLOSE = {"rtol": 1e-3, "atol": 1e-5}  # other kernels compute, in float32
 
 

@@ -279,10 +279,7 @@ def fsdp_checkpoint() -> Results:
     found = dict(zip(names, get_state_dict(other, its_optimizer), strict=True))
     checkpoint.load(found, checkpoint_id=folder[0])
     set_state_dict(
-        other,
-        its_optimizer,
-        model_state_dict=found["model"],
-        optim_state_dict=found["optimizer"],
+        other, its_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
     )
     dist.barrier()
     if dist.get_rank() == 0:
@@ -484,17 +481,39 @@ def context_parallel() -> Results:
 STRATEGIES: dict[str, Callable[[], Results]] = {
     strategy.__name__: strategy
     for strategy in (
-        ddp, ddp_with_unused_parameters, ddp_with_accumulation, ddp_with_a_hook,
-        ddp_with_views_of_buckets, ddp_with_activation_checkpointing,
-        ddp_in_float16, ddp_in_bfloat16, post_local_sgd, model_averaging,
-        ddp_with_uneven_batches, ddp_with_buffers, zero_redundancy,
-        fsdp, fsdp_that_keeps_parameters, fsdp_in_bfloat16, hybrid_fsdp, fsdp_checkpoint,
+        ddp,
+        ddp_with_unused_parameters,
+        ddp_with_accumulation,
+        ddp_with_a_hook,
+        ddp_with_views_of_buckets,
+        ddp_with_activation_checkpointing,
+        ddp_in_float16,
+        ddp_in_bfloat16,
+        post_local_sgd,
+        model_averaging,
+        ddp_with_uneven_batches,
+        ddp_with_buffers,
+        zero_redundancy,
+        fsdp,
+        fsdp_that_keeps_parameters,
+        fsdp_in_bfloat16,
+        hybrid_fsdp,
+        fsdp_checkpoint,
         fsdp_of_flat_parameters,
-        tensor_parallel, sequence_parallel, fsdp_of_tensor_parallel, redistribution,
-        gpipe, one_f_one_b, interleaved, interleaved_zero_bubble, zbv,
-        compiled, compiled_ddp, compiled_calls,
+        tensor_parallel,
+        sequence_parallel,
+        fsdp_of_tensor_parallel,
+        redistribution,
+        gpipe,
+        one_f_one_b,
+        interleaved,
+        interleaved_zero_bubble,
+        zbv,
+        compiled,
+        compiled_ddp,
+        compiled_calls,
     )
-}  # fmt: skip
+}
 # These add nothing up between ranks, or whole numbers only, so that every bit must be the same.
 ONLY_MOVED = {"redistribution", "gpipe", "one_f_one_b", "interleaved"}
 ONLY_MOVED |= {"interleaved_zero_bubble", "zbv"}

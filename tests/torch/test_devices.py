@@ -178,12 +178,7 @@ def on_no_stream(self: OnFake, future: Any) -> Any:
     ],
 )
 def test_what_is_left_out_is_noticed(
-    place: OnFake,
-    name: str,
-    owner: type,
-    method: str,
-    wrong: Any,
-    monkeypatch: pytest.MonkeyPatch,
+    place: OnFake, name: str, owner: type, method: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right, wrong_results = device_program.same, list[AssertionError]()
 
@@ -318,9 +313,7 @@ def test_calls_are_made_on_the_current_stream_of_pytorch(
     assert (streams.of_torch, streams.of_cupy) == ([7], [])
 
 
-def test_tensors_are_handed_over_without_a_copy(
-    cuda: tuple[devices.CudaMemory, Streams],
-) -> None:
+def test_tensors_are_handed_over_without_a_copy(cuda: tuple[devices.CudaMemory, Streams]) -> None:
     memory, _ = cuda
     for dtype in DTYPES:
         x = torch.zeros(4, 2, dtype=dtype).requires_grad_(dtype.is_floating_point)

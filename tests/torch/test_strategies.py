@@ -46,11 +46,7 @@ def test_a_message_that_is_left_out_is_noticed(
 ) -> None:
     """Negative control: a backend that leaves the results of one kind of call as they were."""
     wanted = results("ring", STRATEGIES[name])
-    method = {
-        "ddp": "allreduce",
-        "tensor_parallel": "allreduce",
-        "fsdp": "_reduce_scatter",
-    }[name]
+    method = {"ddp": "allreduce", "tensor_parallel": "allreduce", "fsdp": "_reduce_scatter"}[name]
     made, is_first = getattr(RingBackend, method), [True]
 
     def wrong_once(self: RingBackend, tensors: Any, *args: Any) -> Any:

@@ -20,5 +20,10 @@ from parallel.nn.context.ring import RingAttention
 from parallel.nn.context.ulysses import UlyssesAttention
 
 __all__ = [
-    "ContextGroup", "RingAttention", "Tile", "UlyssesAttention", "context_positions", "tiles",
-]  # fmt: skip
+    "ContextGroup",
+    "RingAttention",
+    "Tile",
+    "UlyssesAttention",
+    "context_positions",
+    "tiles",
+]

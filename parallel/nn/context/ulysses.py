@@ -114,12 +114,10 @@ class UlyssesAttention(Attention):
 
     def _calls(self, tables: tuple[Table, Table], itemsize: int) -> tuple[PredictedCall, ...]:
         return tuple(
-            PredictedCall(
-                "", "all_to_all", self.algorithm, table, itemsize, axis=self.group.axis
-            )
+            PredictedCall("", "all_to_all", self.algorithm, table, itemsize, axis=self.group.axis)
             for table in tables
             if self.group.size > 1 and any(map(any, table))
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

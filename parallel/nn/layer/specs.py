@@ -119,9 +119,13 @@ class ArraySpec:
     def of_shape(self, *shape: int) -> ArraySpec:
         """Return the spec of an array of numbers of another `shape`, on the same rank."""
         return ArraySpec(  # predictions make many; `replace` takes five times as long
-            shape, self.width, context=self.context, length=self.length, rank=self.rank,
+            shape,
+            self.width,
+            context=self.context,
+            length=self.length,
+            rank=self.rank,
             batch=self.batch,
-        )  # fmt: skip
+        )
 
 
 class Activations(NamedTuple):
@@ -155,9 +159,9 @@ class Activations(NamedTuple):
     def changes(self, kind: str) -> tuple[int, ...]:
         """Return how the bytes that are kept change, one after the other, in an F, B, I or W."""
         backward = (self.extra, -self.extra - self.saved)
-        return {
-            "F": (self.saved,), "B": backward, "I": (*backward, self.rest), "W": (-self.rest,),
-        }[kind]  # fmt: skip
+        return {"F": (self.saved,), "B": backward, "I": (*backward, self.rest), "W": (-self.rest,)}[
+            kind
+        ]
 
 
 class LayerTraffic(NamedTuple):

@@ -16,6 +16,16 @@ from parallel.nn.models.gpt import ATTENTION, VOCAB_SIZE, gpt
 from parallel.nn.models.model import Model, split_flat
 
 __all__ = [
-    "ATTENTION", "SEQUENCE_PARALLEL", "VOCAB_SIZE", "Model", "annotate", "block", "dropped",
-    "feed_forward", "gpt", "head", "region_of", "split_flat",
-]  # fmt: skip
+    "ATTENTION",
+    "SEQUENCE_PARALLEL",
+    "VOCAB_SIZE",
+    "Model",
+    "annotate",
+    "block",
+    "dropped",
+    "feed_forward",
+    "gpt",
+    "head",
+    "region_of",
+    "split_flat",
+]

@@ -42,13 +42,7 @@ from parallel.nn.plain import (
     Linear,
     Unembedding,
 )
-from parallel.nn.tensor import (
-    Columns,
-    Rows,
-    VocabularyCrossEntropy,
-    VocabularyEmbedding,
-    Whole,
-)
+from parallel.nn.tensor import Columns, Rows, VocabularyCrossEntropy, VocabularyEmbedding, Whole
 
 L = TypeVar("L", bound=Layer)
 Splits: TypeAlias = Mapping[str, tuple[int, str]]  # a dimension and an axis for parameters
@@ -162,12 +156,19 @@ class Walk:
         `flow` is what ranks have of its input.
         """
         rules: dict[type[Layer], Callable[[Layer, str, Flow], Given]] = {
-            Residual: self._residual, Sequential: self._sequential, Recompute: self._recompute,
-            Linear: self._linear, Unembedding: self._linear, Embedding: self._embedding,
-            Gelu: self._elementwise, Attention: self._attention, CausalAttention: self._attention,
-            RingAttention: self._attention, UlyssesAttention: self._attention,
+            Residual: self._residual,
+            Sequential: self._sequential,
+            Recompute: self._recompute,
+            Linear: self._linear,
+            Unembedding: self._linear,
+            Embedding: self._embedding,
+            Gelu: self._elementwise,
+            Attention: self._attention,
+            CausalAttention: self._attention,
+            RingAttention: self._attention,
+            UlyssesAttention: self._attention,
             CrossEntropy: self._cross_entropy,
-        }  # fmt: skip
+        }
         return rules.get(type(layer), self._other)(layer, name, flow)
 
     def _sequential(self, layer: Layer, name: str, flow: Flow) -> Given:

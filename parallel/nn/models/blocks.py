@@ -36,11 +36,13 @@ def feed_forward(hidden: int, inner: int, num_layers: int, region: Whole | None)
     Vectors of `hidden` elements become vectors of `inner` elements, which ranks of a `region`
     divide, and then vectors of `hidden` elements again.
     """
-    return Sequential({
-        "up": columns(Linear(hidden, inner), region),
-        "gelu": Gelu(),
-        "down": rows(Linear(inner, hidden, gain_of(num_layers)), region),
-    })  # fmt: skip
+    return Sequential(
+        {
+            "up": columns(Linear(hidden, inner), region),
+            "gelu": Gelu(),
+            "down": rows(Linear(inner, hidden, gain_of(num_layers)), region),
+        }
+    )
 
 
 def dropped(
@@ -84,15 +86,18 @@ def block(
         The layers of the MLP, and the layers that follow the attention, such as dropout.
     """
     width = hidden // num_heads
-    attention = Residual({
-        "norm": norm(hidden, region),
-        "qkv": columns(Linear(hidden, (3, num_heads, width)), region, dim=1),
-        "heads": heads,
-        "out": rows(Linear(hidden, hidden, gain_of(num_layers)), region, width), **drop,
-    })  # fmt: skip
-    return Sequential({
-        "attention": attention, "mlp": Residual({"norm": norm(hidden, region), **mlp}),
-    })  # fmt: skip
+    attention = Residual(
+        {
+            "norm": norm(hidden, region),
+            "qkv": columns(Linear(hidden, (3, num_heads, width)), region, dim=1),
+            "heads": heads,
+            "out": rows(Linear(hidden, hidden, gain_of(num_layers)), region, width),
+            **drop,
+        }
+    )
+    return Sequential(
+        {"attention": attention, "mlp": Residual({"norm": norm(hidden, region), **mlp})}
+    )
 
 
 def head(

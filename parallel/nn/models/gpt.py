@@ -83,9 +83,12 @@ def gpt(
     136960
     """
     check_sizes(
-        num_layers=num_layers, hidden=hidden, num_heads=num_heads, context=context,
+        num_layers=num_layers,
+        hidden=hidden,
+        num_heads=num_heads,
+        context=context,
         vocab_size=vocab_size,
-    )  # fmt: skip
+    )
     region = region_of(mesh, sequence_parallel)
     heads = heads_of(num_heads, hidden // num_heads, mesh, attention)
     dense = partial(feed_forward, hidden, 4 * hidden, num_layers, region)
@@ -95,9 +98,14 @@ def gpt(
         other = None if mlp is None else mlp(i, dense)
         inner = dense().layers if other is None else other
         layers[f"block{i}"] = block(
-            hidden, num_heads, num_layers, region, heads(),
-            mlp={**inner, **drop(f"block{i}.mlp")}, drop=drop(f"block{i}.attention"),
-        )  # fmt: skip
+            hidden,
+            num_heads,
+            num_layers,
+            region,
+            heads(),
+            mlp={**inner, **drop(f"block{i}.mlp")},
+            drop=drop(f"block{i}.attention"),
+        )
     layers |= head(hidden, vocab_size, region, {})
     ties = {"head.out.table": "embedding.token"} if is_tied else {}
     ties |= {f"block{i}": "block0" for i in range(1, num_layers)} if is_shared else {}

@@ -13,6 +13,13 @@ from parallel.nn.plain.layer_norm import LayerNorm
 from parallel.nn.plain.linear import Linear, Unembedding
 
 __all__ = [
-    "Attention", "CausalAttention", "CrossEntropy", "Embedding", "Gelu", "LayerNorm", "Linear",
-    "Unembedding", "loss_of",
-]  # fmt: skip
+    "Attention",
+    "CausalAttention",
+    "CrossEntropy",
+    "Embedding",
+    "Gelu",
+    "LayerNorm",
+    "Linear",
+    "Unembedding",
+    "loss_of",
+]

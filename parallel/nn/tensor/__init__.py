@@ -9,6 +9,12 @@ from parallel.nn.tensor.region import Divided, Whole, gathered
 from parallel.nn.tensor.vocabulary import VocabularyCrossEntropy, VocabularyEmbedding
 
 __all__ = [
-    "Columns", "Divided", "Dropout", "Rows", "VocabularyCrossEntropy", "VocabularyEmbedding",
-    "Whole", "gathered",
-]  # fmt: skip
+    "Columns",
+    "Divided",
+    "Dropout",
+    "Rows",
+    "VocabularyCrossEntropy",
+    "VocabularyEmbedding",
+    "Whole",
+    "gathered",
+]

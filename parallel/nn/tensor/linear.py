@@ -120,10 +120,12 @@ class Columns(Layer):
         mine = entered.of_shape(*entered.shape[:-1], self._width(x.rank))
         whole = entered.of_shape(*entered.shape[:-1], self.linear.out_features)
         return Activations(
-            self.region.kept_bytes(x), whole if self.is_gathered else mine,
-            rest=entered.nbytes + mine.nbytes, is_input_in_rest=not self.region.gathers,
+            self.region.kept_bytes(x),
+            whole if self.is_gathered else mine,
+            rest=entered.nbytes + mine.nbytes,
+            is_input_in_rest=not self.region.gathers,
             is_dy_in_rest=not self.is_gathered,
-        )  # fmt: skip
+        )
 
     def traffic(self, x: ArraySpec) -> LayerTraffic:
         forward, backward = self.region.f_traffic(x)

@@ -136,9 +136,14 @@ class Whole:
     def call(self, collective: str, counts: Any, x: ArraySpec) -> PredictedCall:
         """Return a call of the ranks that sends `counts` of numbers of the width of `x`."""
         return PredictedCall(
-            "", collective, self.algorithm, counts, x.width, axis=self.axis,
+            "",
+            collective,
+            self.algorithm,
+            counts,
+            x.width,
+            axis=self.axis,
             in_place=collective == "all_reduce",
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,7 @@ def round_size(p: int, m: int) -> int:
 FLUSH = Formula("(P-1) (F + B)", lambda p, m, v, t: (p - 1) * t.all_of_one)
 IN_FLIGHT = Formula("min(P - r, m)", lambda p, m, v, r: min(p - r, m))
 PAIR = (
-    "(2h-1) F&B + F - (h-1) I - (3h-1) W with h = {}; 0 if h = 0", "{} (F&B + B - 3W)",
+    "(2h-1) F&B + F - (h-1) I - (3h-1) W with h = {}; 0 if h = 0",
+    "{} (F&B + B - 3W)",
     "W <= I <= F",
-)  # fmt: skip
+)

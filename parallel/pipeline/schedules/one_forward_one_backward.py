@@ -122,12 +122,7 @@ def interleaved(num_ranks: int, num_micro_batches: int, num_chunks: int) -> list
 
 
 def _in_rounds(
-    kind: type[Computation],
-    rank: int,
-    num_ranks: int,
-    total: int,
-    round_size: int,
-    num_chunks: int,
+    kind: type[Computation], rank: int, num_ranks: int, total: int, round_size: int, num_chunks: int
 ) -> Iterator[Action]:
     """Yield one kind of actions of a rank: a round through one of its stages, then the next."""
     done: Counter[int] = Counter()

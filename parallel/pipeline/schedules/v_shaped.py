@@ -9,13 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from parallel.pipeline.actions import (
-    Action,
-    BackwardInput,
-    BackwardWeight,
-    Computation,
-    Forward,
-)
+from parallel.pipeline.actions import Action, BackwardInput, BackwardWeight, Computation, Forward
 from parallel.pipeline.schedules.repeated_block import Slots, reordered
 
 PERIOD = 6  # of a repeated block: F, I and W of two stages, one unit of time each
@@ -96,9 +90,11 @@ def repeated(times: Sequence[tuple[int, ...]], num_micro_batches: int) -> list[S
     rows: list[Slots] = []
     for rank, block in enumerate(times):
         stages = v_stages(rank, len(times))
-        rows.append({
-            start + PERIOD * k: kind(stages[chunk], k)
-            for k in range(num_micro_batches)
-            for start, kind, chunk in zip(block, KINDS, CHUNKS, strict=True)
-        })  # fmt: skip
+        rows.append(
+            {
+                start + PERIOD * k: kind(stages[chunk], k)
+                for k in range(num_micro_batches)
+                for start, kind, chunk in zip(block, KINDS, CHUNKS, strict=True)
+            }
+        )
     return rows

@@ -129,13 +129,19 @@ class MicroBatches:
             tokens, classes = map(arrays.xp.asarray, on_host)
             self._entering["F", 0, k] = tokens
             self._steps[k] = Step(
-                classes, totals[k], positions=positions,
-                context=context, loss_scale=scale, track=self._track,
+                classes,
+                totals[k],
+                positions=positions,
+                context=context,
+                loss_scale=scale,
+                track=self._track,
                 pass_turn=self.alternation.pass_on,
-                is_reference=self.overlap.is_reference, add_wait=self.overlap.add,
-                tokens=tokens, copied={id(tokens): on_host[0], id(classes): on_host[1]},
+                is_reference=self.overlap.is_reference,
+                add_wait=self.overlap.add,
+                tokens=tokens,
+                copied={id(tokens): on_host[0], id(classes): on_host[1]},
                 batch=self._rows(self._total // context, k, number, tokens.shape[0]),
-            )  # fmt: skip
+            )
 
     def _totals(self, total: int, context: int) -> list[int]:
         """Return the number of tokens over which the loss of each micro-batch is a mean."""
