@@ -1,6 +1,6 @@
-"""Simulate a collective on a machine that need not exist: ``python -m collectives.simulate``.
+"""Simulate a collective on a machine that need not exist.
 
-    python -m collectives.simulate all_reduce --ranks 1024 --bytes 256M --topology hosts:128x8
+    ring simulate all_reduce --ranks 1024 --bytes 256M --topology hosts:128x8
 
 Prints the time of each algorithm, its busiest kind of link and what its ranks send by each class of
 links; then what the links of the best one carry.  Nothing is sent.
@@ -11,15 +11,29 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
 from collectives import algorithms
-from collectives.export import at_least_one, num_bytes, output_file
+from collectives.console import (
+    Command,
+    Number,
+    Table,
+    add_output_options,
+    at_least,
+    console_for,
+    in_units,
+    num_bytes,
+    output_file,
+    progress,
+    refusing,
+    write_json,
+)
 from collectives.schedule import SPECS
 from collectives.selection import Choice, choose, even_parts, machine_in
 from collectives.simulation import (
@@ -41,30 +55,46 @@ class Found(NamedTuple):
     call: Call
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what the command line asks for; return the exit status."""
-    parse = parser()
-    options = parse.parse_args(arguments)
-    try:
+def run(options: argparse.Namespace) -> int:
+    """Print what the options ask for; return the exit status."""
+    console = console_for(0, options)
+    with refusing(MemoryError, OverflowError, TypeError):
         machine = machine_in(options.machine)
         topology = options.topology or f"hosts:{options.ranks or 8}x1"
         network = network_of(topology, machine, options.ranks, is_folded=options.folded)
-        choices = _choices(options, network)
-        found = []
-        for choice in choices:
-            found.append(Found(choice.label, _simulated(options, choice, machine, network)))
-            sys.stderr.write(f"{choice.label}: {_seconds(found[-1].call.seconds)}\n")
-    except (MemoryError, OSError, OverflowError, TypeError, ValueError) as error:
-        parse.exit(2, f"{parse.prog}: {str(error) or 'there is not enough memory'}\n")
-    found.sort(key=lambda each: each.call.seconds)
-    num_bytes = f"{options.bytes} bytes of {options.dtype}"
-    title = f"{options.collective} of {num_bytes} on {network.num_ranks} ranks, {topology}"
-    sys.stdout.writelines(f"{line}\n" for line in lines(title, found, network))
+        found = simulated(options, machine, network, console)
+    title = (
+        f"{options.collective} of {options.bytes} bytes of {options.dtype} on"
+        f" {network.num_ranks} ranks, {topology}"
+    )
+    tables = {
+        "algorithms": algorithm_table(found, network),
+        "links": link_table(found[0].call, network),
+    }
+    console.print(title)
+    tables["algorithms"].print(console)
+    console.print(f"best: {found[0].label}; its links:")
+    tables["links"].print(console)
+    if any(algorithm.call.is_extended for algorithm in found):
+        console.print("Calls of many lanes were simulated with few, and extended linearly.")
     if options.picture:
         label, best = found[0]
         options.picture.write_text(picture(title, label, best.seconds, best.link_bytes, network))
-        sys.stdout.write(f"the links of {found[0].label}: {options.picture}\n")
+        console.print(f"the links of {label}: {options.picture}")
+    write_json({name: table.as_dicts() for name, table in tables.items()}, options.json)
     return 0
+
+
+def simulated(
+    options: argparse.Namespace, machine: Machine, network: Network, console: Console
+) -> list[Found]:
+    """Return the algorithms with their calls, the fastest first; show the progress."""
+    choices, found = _choices(options, network), []
+    with progress(console, len(choices)) as show:
+        for number, choice in enumerate(choices):
+            show(number, choice.label)
+            found.append(Found(choice.label, _simulated(options, choice, machine, network)))
+    return sorted(found, key=lambda algorithm: algorithm.call.seconds)
 
 
 def _choices(options: argparse.Namespace, network: Network) -> list[Choice]:
@@ -113,83 +143,51 @@ def _simulated(
 # What is printed
 
 
-def lines(title: str, found: Sequence[Found], network: Network) -> Iterator[str]:
-    """The algorithms, the fastest first, and the links of that one."""
-    yield title
-    yield ""
-    heads = ["algorithm", "time", "busiest links", "in use", *network.classes]
-    rows = [[label, *_row(call, network)] for label, call in found]
-    yield from table(heads, rows)
-    yield ""
-    yield f"best: {found[0].label}; its links:"
-    yield ""
-    yield from table(
-        ["links", "number", "busiest", "mean", "in use"], _by_kind(found[0].call, network)
+def algorithm_table(found: Sequence[Found], network: Network) -> Table:
+    """Return a row for each algorithm: its time, its busiest kind of link, and bytes by class."""
+    names = network.links.kind_names
+    time, in_time = in_units("time", "s", [algorithm.call.seconds for algorithm in found])
+    classes, in_class = columns_of_bytes(
+        network.classes, [algorithm.call.class_bytes for algorithm in found]
     )
-    if any(each.call.is_extended for each in found):
-        yield ""
-        yield "Calls of many lanes were simulated with few, and extended linearly."
+    table = Table("algorithm", time, "busiest links", Number("in use", ".0%"), *classes)
+    for label, call in found:
+        most = [share.max(initial=0) for share in in_use(call, network)]
+        busiest = int(np.argmax(most)) if most else None
+        link, share = ("", 0.0) if busiest is None else (names[busiest], float(most[busiest]))
+        sent = (float(n) / in_class for n in call.class_bytes)
+        table.add(label, call.seconds / in_time, link, share, *sent)
+    return table
 
 
-def _row(call: Call, network: Network) -> list[str]:
-    """The time of a call, its busiest kind of link, and the bytes by class."""
-    names, shares = network.links.kind_names, in_use(call, network)
-    busiest = int(np.argmax([each.max(initial=0) for each in shares])) if shares else 0
-    most = shares[busiest].max(initial=0) if shares else 0.0
-    return [
-        _seconds(call.seconds),
-        names[busiest] if names else "",
-        f"{most:.0%}",
-        *map(_bytes, call.class_bytes),
-    ]
+def link_table(call: Call, network: Network) -> Table:
+    """Return a row for each kind of link: how much the links of this kind carry."""
+    kinds, names, shares = network.links.kinds, network.links.kind_names, in_use(call, network)
+    carried = {name: call.link_bytes[kinds == kind] for kind, name in enumerate(names)}
+    most = [float(nbytes.max(initial=0)) for nbytes in carried.values()]
+    (busiest, mean), in_head = columns_of_bytes(["busiest", "mean"], [most])
+    table = Table("links", Number("number"), busiest, mean, Number("in use", ".0%"))
+    for (name, nbytes), share in zip(carried.items(), shares, strict=True):
+        if len(nbytes):
+            numbers = (float(nbytes.max()) / in_head, float(nbytes.mean()) / in_head)
+            table.add(name, len(nbytes), *numbers, float(share.max(initial=0)))
+    return table
+
+
+def columns_of_bytes(
+    heads: Sequence[str], values: Iterable[Iterable[float]]
+) -> tuple[list[Number], float]:
+    """Return columns of bytes, all in the same multiple of bytes, and the multiple."""
+    sent = [float(n) for row in values for n in row if n]
+    _, multiple = in_units("", "B", sent)
+    return [in_units(head, "B", sent)[0] for head in heads], multiple
 
 
 def in_use(call: Call, network: Network) -> list[NDArray[np.float64]]:
-    """The part of the time for which each link of each kind is in use at its full rate."""
+    """Return the part of the time for which each link of each kind is in use at its full rate."""
     capacities, kinds, names = network.links
     share = call.link_bytes / capacities / max(call.seconds, 1e-300)
     return [share[kinds == kind] for kind in range(len(names))]
-
-
-def _by_kind(call: Call, network: Network) -> list[list[str]]:
-    kinds, names, shares = network.links.kinds, network.links.kind_names, in_use(call, network)
-    return [
-        [
-            name,
-            str(len(mine)),
-            _bytes(mine.max(initial=0)),
-            _bytes(mine.mean()),
-            f"{shares[kind].max(initial=0):.0%}",
-        ]
-        for kind, name in enumerate(names)
-        if len(mine := call.link_bytes[kinds == kind])
-    ]
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows as text: words on the left, numbers on the right."""
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
-    is_number = [any(c.isdigit() for c in x[:1]) for x in (rows[0] if rows else heads)]
-    for row in (heads, *rows):
-        cells = (
-            word.rjust(width) if right else word.ljust(width)
-            for word, width, right in zip(row, widths, is_number, strict=True)
-        )
-        yield "  ".join(cells).rstrip()
-
-
-def _seconds(value: float) -> str:
-    factor, unit = next(
-        (each for each in ((1, "s"), (1e3, "ms")) if value * each[0] >= 1), (1e6, "us")
-    )
-    return f"{value * factor:.4g} {unit}"
-
-
-def _bytes(value: float) -> str:
-    for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-        if value >= factor:
-            return f"{value / factor:.4g} {unit}"
-    return f"{value:.4g} B"
 
 
 # The command line
@@ -207,10 +205,8 @@ def straggler(word: str) -> tuple[int, float]:
     return found
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    parse = argparse.ArgumentParser("python -m collectives.simulate", description=__doc__)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parse.epilog = f"topologies:\n\n{TOPOLOGIES}"
     add = parse.add_argument
     add("collective", choices=list(SPECS))
@@ -222,10 +218,10 @@ def parser() -> argparse.ArgumentParser:
         help="the n of the formulas, such as 256M; default: 1M",
     )
     add("--dtype", default="float32", help="default: %(default)s")
-    add("--ranks", type=at_least_one, metavar="N", help="the first N; default: all that fit")
+    add("--ranks", type=at_least(1), metavar="N", help="the first N; default: all that fit")
     add("--topology", metavar="TEXT", help="see below; default: one rank on each host")
     add("--algorithm", metavar="NAMES", help="such as ring,swing; default: all that serve")
-    add("--machine", type=Path, metavar="FILE", help="written by `python -m bench fit`")
+    add("--machine", type=Path, metavar="FILE", help="written by `ring bench tune`")
     add(
         "--straggler",
         type=straggler,
@@ -242,8 +238,11 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--picture", type=output_file, metavar="FILE.svg", help="write how much each link is in use"
     )
-    return parse
+    add_output_options(parse)
+
+
+COMMAND = Command("collectives.simulate", __doc__, add_options, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

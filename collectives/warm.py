@@ -1,4 +1,4 @@
-"""Compile the code that runs programs ahead of time: ``python -m collectives.warm``.
+"""Compile the code that runs programs ahead of time.
 
 Compiled code is kept on disk, so this takes some seconds once per machine and moments afterwards.
 Without it the first collective that needs a function compiles it.
@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
 
 from collectives import selection, simulation
 from collectives.arrays import kernels
+from collectives.console import Command
 from collectives.devices import enqueue_loop
 from collectives.engines import compiled
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def run(options: argparse.Namespace) -> int:
     """Compile the loops, the most used kernels and the simulator.  0, also without numba."""
-    parser().parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if (reason := compiled.why_unavailable()) is not None:
         logging.warning("programs will be interpreted: %s", reason)
@@ -33,12 +32,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    parse = argparse.ArgumentParser("python -m collectives.warm", description=__doc__)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
-    return parse
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+
+
+COMMAND = Command("collectives.warm", __doc__, add_options, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -1,9 +1,9 @@
 """Train a small GPT with mixtures of experts; compare all bytes sent with the prediction.
 
-    python -m collectives.launch -n 4 -m moe.train --mesh data=2,expert=2 --zero 1 --moe switch
-    python -m collectives.launch -n 4 -m moe.train --layout expert-model-data:2 --moe switch
-    python -m moe.train --threads 1 --strategy serial --moe switch --save-routing routing.npz
-    python -m moe.train --threads 4 --mesh expert=4 --moe switch --routing routing.npz
+    ring launch -n 4 -m moe.train --mesh data=2,expert=2 --zero 1 --moe switch
+    ring launch -n 4 -m moe.train --layout expert-model-data:2 --moe switch
+    ring moe train --threads 1 --strategy serial --moe switch --save-routing routing.npz
+    ring moe train --threads 4 --mesh expert=4 --moe switch --routing routing.npz
 
 It has all options of `parallel.train`, and prints and writes the same.  What mixtures send depends
 on the routing: the traffic is predicted from the routing of a run on one rank, which is in a file,
@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from collectives import Communicator
+from collectives.console import Command
 from moe.commands import (
     GATE_OPTIONS,
     LAYER_OPTIONS,
@@ -30,19 +31,18 @@ from moe.layers import mixtures
 from moe.models import LAYOUTS, layout, moe_gpt
 from moe.routing import RoutingLog
 from parallel import Mesh
-from parallel.commands import ModelSpec, dense_spec, gpt_options, train, training_parser
+from parallel.commands import ModelSpec, add_training_options, dense_spec, gpt_options, train
 from parallel.nn import Model
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Train as the command line says; return the exit status."""
-    parse = parser()
-    return train(parse, parse.parse_args(arguments), mixture_spec)
+def run(options: argparse.Namespace) -> int:
+    """Train as the options say; return the exit status."""
+    return train(options, mixture_spec)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parse = training_parser("python -m moe.train", __doc__)
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add_training_options(parse)
     add = parse.add_argument_group("mixtures of experts").add_argument
     add_expert_options(add)
     add_routing_options(add)
@@ -65,7 +65,6 @@ def parser() -> argparse.ArgumentParser:
         help="predict from this routing, of a run on one rank; default: that of this run",
     )
     add("--save-routing", type=Path, metavar="FILE", help="write the routing of all steps to FILE")
-    return parse
 
 
 def layout_words(word: str) -> tuple[str, int]:
@@ -146,5 +145,7 @@ def expect_routing(
         layer.expected = routing
 
 
+COMMAND = Command("moe.train", __doc__, add_options, run)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -3,13 +3,13 @@
 A training run predicts what it sends (`Trainer.traffic`), the library records what it sent, and
 MPI's own counters say what left the process: the three are equal to the byte.
 
-    python -m collectives.launch -n 4 -m parallel.train --mesh data=4 --zero 2
+    ring launch -n 4 -m parallel.train --mesh data=4 --zero 2
 
 Psi is the number of a model's parameters, n(unit) the bytes of a unit (the flat parameter of one
 layer), S the number of steps, and k the number of micro-batches.
 """
 
-from parallel import checkpoint, cli, commands, inference, nn, pipeline, plan, text
+from parallel import checkpoint, commands, inference, nn, pipeline, plan, text
 from parallel.accounts import (
     MemoryTracker,
     PredictedCall,
@@ -73,11 +73,11 @@ __all__ = [
     "annotate",
     "checkpoint",
     "choose_group_size",
-    "cli",
     "commands",
     "gpt",
     "inference",
     "nn",
+    "options",
     "pipeline",
     "plan",
     "raise_on_all_ranks",

@@ -1,6 +1,6 @@
 """Simulate a training step of a GPT on ranks and a network that need not exist.
 
-    python -m parallel.simulate --mesh pipe=8,data=16,tensor=8 --layers 96 --hidden 12288 \
+    ring simulate step --mesh pipe=8,data=16,tensor=8 --layers 96 --hidden 12288 \
         --heads 96 --topology hosts:128x8,nics=8,island=8
 
 Prints, for each index along ``pipe``, for how long its ranks compute and wait for each axis.
@@ -11,21 +11,32 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from collectives.export import machine_in, output_file
+from collectives.console import (
+    Command,
+    Number,
+    Show,
+    Table,
+    add_output_options,
+    at_least,
+    console_for,
+    in_units,
+    output_file,
+    progress,
+    refusing,
+    write_json,
+)
+from collectives.export import machine_in
 from collectives.simulation import TOPOLOGIES, network_of
-from parallel import cli, plan
+from parallel import plan
 from parallel.layout import Layout, Recipe
 from parallel.mesh import ROW_AXES, Mesh
-from parallel.nn import ATTENTION, context_positions, gpt
-from parallel.pipeline import SCHEDULES
+from parallel.nn import context_positions, gpt
+from parallel.options import REQUIRED, add_shared
 from parallel.plan import forward_flops
 from parallel.predict import Prices, StepTime, simulate_step, step_picture
 from parallel.sharding import Sharding
@@ -33,21 +44,20 @@ from parallel.sharding import Sharding
 AXES = ("pipe", "data", "context", "tensor")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print what the command line asks for; return the exit status."""
-    parse = parser()
-    options, console = parse.parse_args(arguments), cli.console_of(0)
-    try:
+def run(options: argparse.Namespace) -> int:
+    """Print what the options ask for; return the exit status."""
+    console = console_for(0, options)
+    with refusing():
         step, layout = simulated(options, console)
-    except (OSError, ValueError) as error:
-        parse.exit(2, f"{parse.prog}: {error}\n")
     mesh = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.axes.items())
     title = f"{layout.mesh.size} ranks, {mesh}, {options.topology}: {step.seconds:.4g} s a step"
     console.print(title)
-    cli.print_table(table(step), console)
+    rows = table(step)
+    rows.print(console)
     if options.picture:
         options.picture.write_text(step_picture(step, title))
         console.print(f"the step in time: {options.picture}")
+    write_json({"seconds": step.seconds, "stages": rows.as_dicts()}, options.json)
     return 0
 
 
@@ -90,17 +100,14 @@ def simulated(options: argparse.Namespace, console: Console) -> tuple[StepTime, 
         return float(whole / context / options.flops)  # ranks along context compute equally much
 
     shape = job.batch, job.context
-    with progress_bar(console, "calls") as show:
-        return simulate_step(layout, shape, forward_seconds, prices, show), layout
+    with progress(console) as show:
+        count = partial(counted, show)
+        return simulate_step(layout, shape, forward_seconds, prices, count), layout
 
 
-@contextmanager
-def progress_bar(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
-    """Return a context manager with a function of (done, total) that shows the progress."""
-    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
-    task = bar.add_task(what, total=None)
-    with bar:
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+def counted(show: Show, done: int, total: int) -> None:
+    """Show how many calls have been simulated."""
+    show(done, "calls", total)
 
 
 def sharding_of(stage: int, mesh: Mesh) -> Sharding:
@@ -113,63 +120,39 @@ def table(step: StepTime) -> Table:
     """Return a row for each index along ``pipe``."""
     indices = range(len(step.spans))
     axes = list(dict.fromkeys(axis for i in indices for axis in step.exposed(i)))
-    heads = ("computes s", *(f"{axis} s" for axis in axes), "of the step")
-    rows = cli.table_with("pipe", numbers=heads)
+    time, multiple = in_units("computes", "s", [step.computing(i) for i in indices], digits=3)
+    unit = time.head.removeprefix("computes")
+    waits = (Number(f"{axis}{unit}", time.form) for axis in axes)
+    rows = Table("pipe", time, *waits, Number("of the step", ".0%"))
     for i in indices:
         busy, exposed = step.computing(i), step.exposed(i)
-        cells = (f"{exposed.get(axis, 0.0):.4g}" for axis in axes)
-        rows.add_row(str(i), f"{busy:.4g}", *cells, f"{busy / step.seconds:.0%}")
+        waited = (exposed.get(axis, 0.0) / multiple for axis in axes)
+        rows.add(str(i), busy / multiple, *waited, busy / step.seconds)
     return rows
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parse = argparse.ArgumentParser("python -m parallel.simulate", description=__doc__)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parse.epilog = f"topologies:\n\n{TOPOLOGIES}"
-    add, positive = parse.add_argument, cli.at_least(1)
-    add(
-        "--mesh",
-        type=cli.mesh_axes,
-        required=True,
-        metavar="AXIS=N,...",
-        help=f"of {', '.join(AXES)}, slowest first",
-    )
+    add = parse.add_argument
+    texts = {"mesh": f"of {', '.join(AXES)}, slowest first"}
+    add_shared(add, texts, mesh=REQUIRED)
     add("--topology", required=True, metavar="TEXT", help="see below")
-    add("--machine", type=Path, metavar="FILE", help="written by `python -m bench fit`")
-    add("--layers", type=positive, required=True, help="number of blocks")
-    add("--hidden", type=positive, required=True, help="width")
-    add("--heads", type=positive, required=True, help="attention heads")
-    add("--context", type=positive, default=2048, help="tokens of a row; default: %(default)s")
-    add("--vocab-size", type=positive, default=51200, help="default: %(default)s")
-    add("--micro-batch", type=positive, default=1, help="rows of one; default: %(default)s")
-    add(
-        "--micro-batches",
-        type=positive,
-        default=16,
-        metavar="K",
-        help="of a rank in a step; default: %(default)s",
-    )
-    add("--zero", type=int, choices=range(4), default=1, help="stage; default: %(default)s")
-    add(
-        "--attention",
-        choices=ATTENTION,
-        default="ring",
-        help="of the ranks along context; default: %(default)s",
-    )
-    add("--schedule", choices=SCHEDULES, default="1f1b", help="default: %(default)s")
+    add("--machine", type=Path, metavar="FILE", help="written by `ring bench tune`")
+    add_shared(add, layers=REQUIRED, hidden=REQUIRED, heads=REQUIRED, context=2048)
+    texts = {"micro_batches": "of a rank in a step"}
+    add_shared(add, texts, vocab_size=51200, micro_batches=16, zero=1)
+    add("--micro-batch", type=at_least(1), default=1, help="rows of one; default: %(default)s")
+    add_shared(add, attention="ring", schedule="1f1b")
     add("--recompute", action="store_true", help="compute blocks again in backward")
     add("--algorithm", default="ring", help="of what layers do not name; default: %(default)s")
-    add(
-        "--flops",
-        type=cli.number,
-        default=150e12,
-        metavar="N",
-        help="operations a second that a GPU reaches; default: 150T",
-    )
+    add_shared(add, flops=150e12)
     add("--picture", type=output_file, metavar="FILE.svg", help="write the step in time")
-    return parse
+    add_output_options(parse)
+
+
+COMMAND = Command("parallel.simulate", __doc__, add_options, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

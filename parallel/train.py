@@ -1,12 +1,12 @@
 r"""Train a small GPT over bytes by any strategy; compare all bytes sent with the prediction.
 
-    python -m collectives.launch -n 4 -m parallel.train --strategy zero2 --micro-batches 2
-    python -m parallel.train --strategy serial --json serial.json
-    python -m parallel.train --threads 2 --strategy zero3 --device cuda
-    python -m collectives.launch -n 4 -m parallel.train --strategy ddp --hook powersgd:4
-    python -m collectives.launch -n 8 -m parallel.train --mesh pipe=2,data=2,tensor=2 --zero 1 \
+    ring launch -n 4 -m parallel.train --strategy zero2 --micro-batches 2
+    ring train --strategy serial --json serial.json
+    ring train --threads 2 --strategy zero3 --device cuda
+    ring launch -n 4 -m parallel.train --strategy ddp --hook powersgd:4
+    ring launch -n 8 -m parallel.train --mesh pipe=2,data=2,tensor=2 --zero 1 \
         --schedule zb-v --micro-batches 4 --sequence-parallel
-    python -m collectives.launch -n 4 --fault-tolerant -m parallel.train --strategy elastic
+    ring launch -n 4 --fault-tolerant -m parallel.train --strategy elastic
 
 Rank 0 prints the loss, the memory of every rank (by formula, and counted) and the traffic
 (predicted, recorded and observed).  The exit status is 1 if columns differ, and 2 if the arguments
@@ -22,23 +22,20 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
-from parallel.commands import train, training_parser
+from collectives.console import Command
+from parallel.commands import add_training_options, train
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Train as the command line says; return the exit status."""
-    parse = parser()
-    words = sys.argv[1:] if arguments is None else arguments
+def read(parse: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Return the options; say where mixtures of experts are trained."""
     if any(word.startswith("--moe") for word in words):
-        parse.exit(2, f"{parse.prog}: mixtures of experts are trained by python -m moe.train\n")
-    return train(parse, parse.parse_args(words))
+        parse.exit(2, f"{parse.prog}: mixtures of experts are trained by ring moe train\n")
+    return parse.parse_args(words)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    return training_parser("python -m parallel.train", __doc__)
-
+COMMAND = Command("parallel.train", __doc__, add_training_options, train, read)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -41,7 +41,7 @@ WITH_TORCH = (
     HERE / "parallel" / "test_autograd.py",
     HERE / "parallel" / "test_pipeline_torch.py",
     HERE / "moe" / "test_torch.py",
-    HERE / "bench" / "test_torch_bench.py",
+    HERE / "bench" / "torch" / "test_backends.py",
     HERE / "test_torch_tier.py",
     HERE / "test_torch_jobs.py",
 )

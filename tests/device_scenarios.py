@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.oracle import expected
+from bench.workloads.expected import expected
 from collectives import Communicator
 from tests.scenarios import Job, call, in_place, options_of, same
 

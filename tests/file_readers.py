@@ -27,9 +27,8 @@ import numpy as np
 import safetensors.numpy
 
 import collectives
-from bench import compare, results
-from collectives import algorithms, simulate
-from collectives.diagnostics import hang_report
+from bench.results import compare, files
+from collectives import algorithms, flight, simulate
 from collectives.selection.decisions import Decisions, Measured, Ranks, Row, machine_in
 from collectives.selection.machine_file import Fitted
 from collectives.simulation import DEFAULT
@@ -40,7 +39,7 @@ from parallel.checkpoint.contents import METADATA_FILE, Checkpoint
 from parallel.nn import gpt
 from parallel.pipeline import __main__ as pipeline
 from parallel.pipeline import make, write_csv
-from tests.bench.test_compare import a_result
+from tests.bench.results.test_compare import a_result
 from tests.diagnostics.test_hang_report import call, dump, waiting
 from tests.mutations import as_json, changed, changed_arrays, changed_bytes, changed_text
 
@@ -103,7 +102,7 @@ def simulated(path: Path) -> int:
     """Compare algorithms on the machine in the file."""
     machine_in(path)
     words = ["all_reduce", "--ranks", "4", "--bytes", "4096", "--machine", str(path)]
-    return simulate.main([*words, "--algorithm", "ring,linear,recursive_doubling"])
+    return simulate.COMMAND.main([*words, "--algorithm", "ring,linear,recursive_doubling"])
 
 
 # Flight dumps
@@ -116,7 +115,7 @@ def flight_dump() -> bytes:
 
 def show_flight(path: Path) -> int:
     """Print a hang report."""
-    return hang_report.main([str(path.parent)])
+    return flight.COMMAND.main([str(path.parent)])
 
 
 # Routings
@@ -144,7 +143,7 @@ def plan_routing(path: Path) -> int:
     log = RoutingLog.read(path)
     for step, name in list(log.parts):
         log.whole(step, name)
-    return moe_plan.main(words)
+    return moe_plan.COMMAND.main(words)
 
 
 # Checkpoints
@@ -263,7 +262,7 @@ def changed_cells(data: bytes, random: Random) -> bytes:
 
 def show_schedule(path: Path) -> int:
     """Draw and simulate it."""
-    return pipeline.main(["show", str(path), "--svg", str(path.with_name("picture.svg"))])
+    return pipeline.COMMAND.main(["show", str(path), "--svg", str(path.with_name("picture.svg"))])
 
 
 def bench_result() -> bytes:
@@ -276,11 +275,11 @@ def compare_results(path: Path) -> None:
     good = path.with_name("good.json")
     good.write_bytes(bench_result())
     try:
-        one, other = results.result(str(path)), results.result(str(good))
+        one, other = files.result(str(path)), files.result(str(good))
     except compare.argparse.ArgumentTypeError as error:
         raise ValueError(error) from None
     for pair in ((one, other), (other, one)):
-        compare.show(compare.changes(*pair), compare.console_of(1))
+        compare.table(compare.changes(*pair)).lines()
 
 
 KINDS = {

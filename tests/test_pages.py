@@ -7,48 +7,69 @@ Most commands take long.  `make test ARGS="-m pages"` runs them all, each at its
 from __future__ import annotations
 
 import argparse
-import ast
 import contextlib
 import io
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from bench import __main__ as bench
-from bench.docs.options import EXAMPLES, arguments, module, parsers
-from collectives.__main__ import COMMANDS
+from collectives import algorithms
+from collectives.__main__ import COMMAND as RING
+from collectives.console import Group
 from collectives.launch.command import _split as split_launch
+from docs.generate.options import CHECKOUT, arguments, commands, parsers, sections
 from tests import pages
-from tests.pages import NAMES, NOT_RUN, PAGES, ROOT, Command, Outcome
+from tests.pages import NAMES, NOT_RUN, PAGES, Command, Outcome
 
-# Programs whose commands on pages take seconds.
+# What a user types to run a module.
+MODULES = {str(module): f"ring {name}" for name, module in RING.commands.items()}
+MODULES |= {module: f"python -m {module}" for module in CHECKOUT}
+# Commands that take seconds.
 QUICK = {
-    "collectives.export",
-    "moe.plan",
-    "parallel.export",
-    "parallel.memory",
-    "parallel.pipeline",
-    "parallel.show",
+    *("ring export", "ring export step", "ring memory", "ring moe plan", "ring pipeline"),
+    "ring show",
 }
 # Options of mpirun and srun that pages name.
 FOREIGN = {"--allow-run-as-root", "--bind-to", "-iface", "--mca", "--mpi", "--oversubscribe"}
 # What pages mean that name options of it without the command.
-MEANT = {"CONTRIBUTING.md": ["parallel.train"], "limits.md": ["moe.train"]}
+MEANT = {
+    "CONTRIBUTING.md": ["ring train"],
+    "limits.md": ["ring moe train"],
+    "choosing.md": ["ring simulate"],
+}
 
 
 def programs(text: str) -> Iterator[tuple[str, list[str]]]:
-    """The commands of this project in a command, with their arguments, such as a launcher's job."""
+    """The commands that a line runs, such as that of a launcher's job, and their arguments."""
     words = shlex.split(text, comments=True)
-    for place, (dash, name) in enumerate(pairwise(words)):
-        if dash == "-m" and name in (COMMANDS | EXAMPLES):
-            rest = words[place + 2 :]
-            yield name, split_launch(rest)[0] if name == "collectives.launch" else rest
+    for place, word in enumerate(words):
+        rest = words[place + 1 :]
+        if word == "-m" and rest and rest[0] in MODULES:
+            name, rest = typed(*MODULES[rest[0]].split(" ", 1), rest[1:])
+        elif word == "ring":
+            name, rest = typed("ring", "", rest)
+        else:
+            continue
+        if name in commands():
+            yield name, split_launch(rest)[0] if name == "ring launch" else rest
+
+
+def typed(prog: str, name: str, words: list[str]) -> tuple[str, list[str]]:
+    """The command with which words begin, perhaps behind options of its group; and the others."""
+    name = f"{prog} {name}".strip()
+    group = RING if name == "ring" else commands()[name]
+    if not isinstance(group, Group):
+        return name, words
+    while words and words[0].startswith("-"):
+        words = words[2 if words[0] == "--import" else 1 :]
+    words = ["all" if word == "COLLECTIVE" else word for word in words]
+    if (inner := group.name_in(words)) is None:
+        return name, words
+    return typed(name, inner, words[len(inner.split()) :])
 
 
 # Running
@@ -123,10 +144,11 @@ def is_complete(text: str) -> bool:
 
 def accepts(name: str, words: Sequence[str]) -> bool:
     """Whether the parser of a command takes these words."""
-    parse = bench.parser(words) if name == "bench" else module(name)
+    if isinstance(commands()[name], Group):
+        return False
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
-            parse.parse_args(words)
+            commands()[name].parser().parse_args(words)
         except SystemExit as end:
             return end.code == 0
     return True
@@ -134,7 +156,7 @@ def accepts(name: str, words: Sequence[str]) -> bool:
 
 def parsers_of(name: str, words: Sequence[str]) -> list[argparse.ArgumentParser]:
     """The parser of a command, and that of the command in it which the words name."""
-    named = name, f"{name} {bench.name_of(words)}"
+    named = name, " ".join([name, *words[:1]])
     return [parsers()[key] for key in named if key in parsers()]
 
 
@@ -190,8 +212,9 @@ def wrong_in(text: str) -> Iterator[str]:
 def wrong_in_text(path: Path) -> Iterator[str]:
     """The options in the text of a page that none of the commands that it names has."""
     text = path.read_text().replace("\\|", "|")  # in tables
-    named = re.findall(r"-m\s+((?:collectives|parallel|moe|bench|examples)[\w.]*)\s*(\w*)", text)
-    named += [(name, "") for name in MEANT.get(path.name, ())]
+    named = [(name, "") for name in MEANT.get(path.name, ())]
+    for words in re.findall(r"(?:\bring|-m [\w.]+)(?: \w+){0,3}", text):
+        named += [(name, (rest or [""])[0]) for name, rest in programs(words)]
     found = [parse for name, word in named for parse in parsers_of(name, [word])]
     for span in re.findall(r"`(--?[A-Za-z][^`]*)`", pages.outside_of_blocks(text)):
         for option in wrong_options(span.split(), found):
@@ -199,10 +222,7 @@ def wrong_in_text(path: Path) -> Iterator[str]:
                 yield f"no command of the page has {option}"
 
 
-HAND_WRITTEN = [path for path in PAGES if path.name != "commands.md"]
-
-
-@pytest.mark.parametrize("path", HAND_WRITTEN, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_options_that_a_page_names_exist(path: Path) -> None:
     assert [*wrong_in_commands(path), *wrong_in_text(path)] == []
 
@@ -219,9 +239,9 @@ def test_options_that_do_not_exist_are_noticed(tmp_path: Path) -> None:
         "`--layers 2`, `--sequence-parallel --shared` and `--nothing`.\n"
     )
     assert [*wrong_in_commands(page)] == [
-        "line 2: collectives.launch has no --fast",
-        "line 2: parallel.train has no --zero 4",
-        "line 5: bench has no --native",
+        "line 2: ring launch has no --fast",
+        "line 2: ring train has no --zero 4",
+        "line 5: ring bench tune has no --native",
     ]
     assert [*wrong_in_text(page)] == [
         "no command of the page has --dtype float32|int8",
@@ -229,38 +249,33 @@ def test_options_that_do_not_exist_are_noticed(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("name", COMMANDS | EXAMPLES)
+@pytest.mark.parametrize("name", commands())
 def test_options_in_the_help_of_a_command_exist(name: str) -> None:
-    """In the examples of its docstring, and in the list of commands or of examples."""
-    examples = [f"python -m {name} {(COMMANDS | EXAMPLES)[name]}"]
-    for each in bench.COMMANDS.values() if name == "bench" else ():
-        examples += re.findall(r"^ +(python -m .*)", docstring(each), re.MULTILINE)
-    examples += re.findall(r"^ +(.*python -m .*)", docstring(name), re.MULTILINE)
+    """In the examples of its description, and in the list of programs of a checkout."""
+    module = name.removeprefix("python -m ")
+    examples = [f"{name} {CHECKOUT[module]}"] if module in CHECKOUT else []
+    on_one_line = re.sub(r"\\+\n\s*", "", commands()[name].description or "")
+    examples += re.findall(r"^ *((?:ring|.*python -m) .*)", on_one_line, re.MULTILINE)
     assert [wrong for text in examples for wrong in wrong_in(text)] == []
 
 
-def docstring(name: str) -> str:
-    """The docstring of a command, with lines that end with a backslash as one."""
-    spec = find_spec(name)
-    assert spec is not None and spec.origin is not None
-    origin = Path(spec.origin)
-    main = origin.parent / "__main__.py"
-    path = main if origin.name == "__init__.py" and main.exists() else origin
-    said = ast.get_docstring(ast.parse(path.read_text())) or ""
-    return re.sub(r"\\+\n\s*", "", said)
+def test_an_option_in_a_help_that_does_not_exist_is_noticed() -> None:
+    assert [*wrong_in("ring launch -n 2 -m moe.train --fast")] == ["ring moe train has no --fast"]
+    assert [*wrong_in("ring simulate step --fast")] == ["ring simulate step has no --fast"]
+    assert [*wrong_in("ring bench --import m all --fast")] == ["ring bench all has no --fast"]
 
 
 @cache
 def listed() -> dict[str, str]:
-    """The sections of docs/commands.md by the commands in their headings."""
-    _, *sections = (ROOT / "docs" / "commands.md").read_text().split("\n## `python -m ")
-    return {section.partition("`")[0]: section for section in sections}
+    """The sections of the page of commands by the commands in their headings."""
+    _, *texts = f"\n{sections()}".split("\n## `")
+    return {text.partition("`")[0]: text for text in texts}
 
 
 def missing_on_the_page(name: str, parse: argparse.ArgumentParser) -> list[str]:
-    """The arguments of a command that docs/commands.md does not have."""
-    is_collective = name.startswith("bench ") and name.split()[1] not in bench.COMMANDS
-    section = listed()["bench COLLECTIVE" if is_collective else name]
+    """The arguments of a command that the page of commands does not have."""
+    collectives = {f"ring bench {name}" for name in (*algorithms.collectives(), "all")}
+    section = listed()["ring bench COLLECTIVE" if name in collectives else name]
     named = (x.option_strings or [x.metavar or x.dest] for x in arguments(parse))
     names = [name for each in named for name in each]
     return [each for each in names if not re.search(rf"[`\s]{re.escape(each)}[`\s,]", section)]
@@ -275,4 +290,4 @@ def test_an_option_that_is_on_no_page_is_noticed() -> None:
     parse = argparse.ArgumentParser()
     parse.add_argument("--steps")
     parse.add_argument("--step")
-    assert missing_on_the_page("parallel.train", parse) == ["--step"]
+    assert missing_on_the_page("ring train", parse) == ["--step"]

@@ -95,7 +95,7 @@ def test_a_process_that_mpi_does_not_know_gets_a_sentence() -> None:
         "RuntimeError: MPI has started this process alone, but the process group has 2 ranks"
         in (done.stderr)
     )
-    assert "python -m collectives.launch" in done.stderr
+    assert "`ring launch`" in done.stderr
 
 
 def test_elsewhere_importing_torch_does_not_import_the_library() -> None:
@@ -504,7 +504,7 @@ def test_the_budget_of_the_page_is_kept_and_can_fail(tmp_path: Path) -> None:
 
 def test_the_traffic_of_the_page_is_what_the_command_prints() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "bench", "torch_traffic"],
+        [sys.executable, "-m", "bench", "torch_traffic", "--wide"],
         cwd=ROOT,
         env={**os.environ, **own({})},
         capture_output=True,

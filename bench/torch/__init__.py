@@ -1,1 +1,5 @@
-"""Measures the backend of torch.distributed beside Gloo, and what PyTorch's strategies send."""
+"""Measure the backend "ring" of torch.distributed beside PyTorch's own, and what it sends.
+
+``ring bench torch`` times calls and training steps; ``ring bench torch_traffic`` compares
+messages with formulas.
+"""

@@ -44,7 +44,7 @@ class Axis(NamedTuple):
         return len(self.groups[0])
 
     def call(self, phase: str, collective: str, num_elements: int) -> PredictedCall:
-        """A call on whole tensors of so many elements."""
+        """Return a call on whole tensors of so many elements."""
         counts: Any = num_elements
         if collective != "all_reduce":
             counts = (num_elements // self.size,) * self.size
@@ -54,7 +54,7 @@ class Axis(NamedTuple):
 
 
 def axes_of(shape: Sequence[int], names: Sequence[str]) -> dict[str, Axis]:
-    """The dimensions of a mesh of all ranks.  A mesh of one dimension is the default group."""
+    """Return the dimensions of a mesh of all ranks; one dimension alone is the default group."""
     ranks = np.arange(np.prod(shape)).reshape(shape)
     found = {}
     for place, name in enumerate(names):
@@ -68,7 +68,7 @@ Calls = Iterator[PredictedCall]
 
 
 class Strategy(NamedTuple):
-    """A strategy.  `names`: of the dimensions of its mesh; two divide the ranks into two halves."""
+    """A strategy; of two dimensions of its mesh, with these `names`, the first has two ranks."""
 
     name: str
     names: tuple[str, ...]
@@ -76,11 +76,11 @@ class Strategy(NamedTuple):
     calls: Callable[[Any, Axes], Calls]
 
     def shape(self, size: int) -> tuple[int, ...]:
-        """The shape of its mesh of so many ranks."""
+        """Return the shape of its mesh of so many ranks."""
         return (size,) if len(self.names) == 1 else (2, size // 2)
 
     def predicted(self, model: Any, size: int) -> list[PredictedCall]:
-        """The calls of a step, with the name of the strategy as the outermost phase."""
+        """Return the calls of a step, with the name of the strategy as the outermost phase."""
         axes = axes_of(self.shape(size), self.names)
         calls = self.calls(model, axes)
         return [replace(call, phase=f"{self.name}/{call.phase}") for call in calls]
@@ -90,12 +90,12 @@ class Strategy(NamedTuple):
 
 
 def ddp(model: Any, mesh: Any, **how: Any) -> Any:
-    """Every rank has all parameters; gradients are averaged in buckets."""
+    """Give every rank all parameters; average gradients in buckets."""
     return DistributedDataParallel(model, process_group=mesh.get_group(), **how)
 
 
 def ddp_calls(model: Any, axes: Axes) -> Calls:
-    """One all-reduce for each bucket; buckets are filled from the last parameter to the first."""
+    """Yield an all-reduce for each bucket, filled from the last parameter to the first."""
     sizes, full = [0], BUCKET * 2**20
     for parameter in reversed(list(model.parameters())):
         if sizes[-1] * ITEMSIZE >= full:
@@ -109,25 +109,25 @@ def ddp_calls(model: Any, axes: Axes) -> Calls:
 
 
 def fsdp(model: Any, mesh: Any, **how: Any) -> Any:
-    """Every rank has a part of each parameter; each block is gathered when it is needed."""
+    """Give every rank a part of each parameter; gather each block when it is needed."""
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, **how)
     return fully_shard(model, mesh=mesh, **how)
 
 
 def units_of(model: Any) -> dict[str, int]:
-    """The elements of what FSDP gathers at once: each block, and the rest of the model."""
+    """Return the elements of what FSDP gathers at once: each block, and the rest of the model."""
     layers = {f"/layers.{k}": num_elements(layer) for k, layer in enumerate(model.layers)}
     return {"": num_elements(model) - sum(layers.values()), **layers}
 
 
 def num_elements(module: Any) -> int:
-    """The number of parameters."""
+    """Return the number of parameters."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def sharded(units: dict[str, int], axis: Axis, *, keeps: bool = False) -> Calls:
-    """The calls for units of these sizes: the root is kept anyway after its forward pass."""
+    """Yield the calls for units of these sizes; the root is kept after its forward pass."""
     for unit, size in units.items():
         yield axis.call(f"forward{unit}", "all_gather", size)
         if unit and not keeps:
@@ -136,12 +136,12 @@ def sharded(units: dict[str, int], axis: Axis, *, keeps: bool = False) -> Calls:
 
 
 def fsdp_calls(model: Any, axes: Axes, *, keeps: bool = False) -> Calls:
-    """Two all-gathers and a reduce-scatter for each block; if it `keeps` parameters, one."""
+    """Yield two all-gathers and a reduce-scatter for each block; one if it `keeps` parameters."""
     return sharded(units_of(model), axes["dp"], keeps=keeps)
 
 
 def hsdp_calls(model: Any, axes: Axes) -> Calls:
-    """Those within a group that shares the parameters, and an all-reduce of each rank's part."""
+    """Yield the calls of a group that shares the parameters, and all-reduces of each part."""
     units, shard = units_of(model), axes["shard"]
     yield from sharded(units, shard)
     for unit, size in units.items():
@@ -152,7 +152,7 @@ def hsdp_calls(model: Any, axes: Axes) -> Calls:
 
 
 def tensor(model: Any, mesh: Any) -> Any:
-    """Linear layers are divided by columns and then by rows, as in Megatron."""
+    """Divide linear layers by columns and then by rows, as in Megatron."""
     plan = {name: ColwiseParallel() for name in COLUMNS}
     plan |= {name: RowwiseParallel() for name in LAST.values()}
     for layer in model.layers:
@@ -161,7 +161,7 @@ def tensor(model: Any, mesh: Any) -> Any:
 
 
 def tensor_sharing(model: Any, mesh: Any) -> Any:
-    """The same, with one distributed tensor as the input of query, key and value."""
+    """Do the same, with one distributed tensor as the input of query, key and value."""
     one = PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())
     for layer in tensor(model, mesh).layers:
         parallelize_module(layer, mesh, dict.fromkeys(LAST, one))
@@ -169,8 +169,10 @@ def tensor_sharing(model: Any, mesh: Any) -> Any:
 
 
 def tensor_calls(model: Any, axes: Axes, inputs: Sequence[str] = COLUMNS) -> Calls:
-    """An all-reduce of activations behind each row-divided layer, and one of the gradient of each
-    input of a column-divided one.
+    """Yield all-reduces of activations and of gradients.
+
+    Of activations behind each layer that is divided by rows, and of the gradient of each input of a
+    layer that is divided by columns.
     """
     outputs = [f"forward/layers.{{}}.{name}" for name in LAST.values()]
     for phase in [*outputs, *(f"backward/layers.{{}}.{name}" for name in inputs)]:
@@ -179,12 +181,12 @@ def tensor_calls(model: Any, axes: Axes, inputs: Sequence[str] = COLUMNS) -> Cal
 
 
 def tensor_sharing_calls(model: Any, axes: Axes) -> Calls:
-    """Two all-reduces for each block in each direction, as the papers count."""
+    """Return two all-reduces for each block in each direction, as the papers count."""
     return tensor_calls(model, axes, inputs=tuple(LAST))
 
 
 def num_activations(model: Any) -> int:
-    """The elements that a rank has between two layers."""
+    """Return the elements that a rank has between two layers."""
     sizes = model.sizes
     return int(sizes.rows * sizes.context * sizes.hidden)
 
@@ -193,7 +195,7 @@ def num_activations(model: Any) -> int:
 
 
 def sequence(model: Any, mesh: Any) -> Any:
-    """Where linear layers are not divided, ranks have parts of the sequence, as in Megatron."""
+    """Give ranks parts of the sequence where linear layers are not divided, as in Megatron."""
     tokens, whole = Shard(1), Replicate()
     gathered = PrepareModuleInput(input_layouts=tokens, desired_input_layouts=whole)
     plan: dict[str, Any] = {"norm1": SequenceParallel(), "norm2": SequenceParallel()}
@@ -209,8 +211,9 @@ def sequence(model: Any, mesh: Any) -> Any:
 
 
 def sequence_calls(model: Any, axes: Axes) -> Calls:
-    """A gather in front of each divided part and a reduce-scatter behind it, and the reverse in
-    the backward pass; the optimizer sums the gradients of the norms.
+    """Yield a gather before each divided part and a reduce-scatter after it.
+
+    In the backward pass it is the reverse; the optimizer sums the gradients of the norms.
     """
     call, activations = axes["tp"].call, num_activations(model)
     yield call("forward/embedding", "reduce_scatter", activations)
@@ -233,12 +236,12 @@ def sequence_calls(model: Any, axes: Axes) -> Calls:
 
 
 def fsdp_tensor(model: Any, mesh: Any) -> Any:
-    """Each block is divided among the ranks of a row of the mesh, and its parts among columns."""
+    """Divide each block among the ranks of a row of the mesh, and its parts among columns."""
     return fsdp(tensor_sharing(model, mesh["tp"]), mesh["dp"])
 
 
 def fsdp_tensor_calls(model: Any, axes: Axes) -> Calls:
-    """FSDP's calls for the parts that a rank has of each block, and those of tensor parallelism."""
+    """Yield FSDP's calls for a rank's part of each block, and those of tensor parallelism."""
     units = units_of(model)
     for k, layer in enumerate(model.layers):
         units[f"/layers.{k}"] = part_of(layer, axes["tp"].size)
@@ -247,7 +250,7 @@ def fsdp_tensor_calls(model: Any, axes: Axes) -> Calls:
 
 
 def part_of(layer: Any, size: int) -> int:
-    """The elements of a block on one of `size` ranks: norms and biases of rows are not divided."""
+    """Return the elements of a block on one of `size` ranks; norms and biases are not divided."""
     whole = ("norm1", "norm2", *(f"{name}.bias" for name in LAST.values()))
     parameters = layer.named_parameters()
     return sum(p.numel() // (1 if name.startswith(whole) else size) for name, p in parameters)

@@ -1,6 +1,6 @@
 """What PyTorch's strategies send in a training step: predicted, recorded, and observed by MPI.
 
-    python -m bench torch_traffic
+    ring bench torch_traffic
 
 A small transformer is trained with DDP, FSDP2, tensor parallelism, and with two of them on a mesh
 of two dimensions, by 4 ranks that the command starts.  Formulas predict every call before the step;
@@ -11,35 +11,32 @@ differs; 2 if there is no torch or no MPI.
 from __future__ import annotations
 
 import argparse
-import sys
-from importlib.util import find_spec
 
-from bench.jobs import environment, has_mpi
-from bench.torch.command import NO_TORCH
+from bench.commands.jobs import starting_jobs
+from bench.commands.options import add_jobs, add_output
+from bench.torch.backends import require_torch
+from collectives.console import Command, console_for, write_json
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
-from collectives.launch import launch
 from collectives.launch.mpirun import find_mpirun
-from parallel.cli import console_of
 
 RANKS = 4
-SECONDS = 300.0  # after which the job is ended
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parse: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.set_defaults(run=run)
+    add_jobs(parse, 300.0, has_quick=False)
+    add_output(parse)
 
 
-def run(_: argparse.Namespace) -> int:
-    """Start the ranks."""
-    if find_spec("torch") is None:
-        print(NO_TORCH, file=sys.stderr)
-        return 2
-    if not has_mpi(console_of(0)):
-        return 2
-    counts = find_mpirun().vendor == "openmpi"
-    program = ["-m", "bench.torch.traffic_ranks"]
-    return launch(
-        RANKS, program, mpi_args=MPIRUN_ARGS if counts else (), timeout=SECONDS, env=environment()
-    ).returncode
+def run(options: argparse.Namespace) -> int:
+    """Start the ranks; return their exit status.  Raises Refused without torch or MPI."""
+    require_torch()
+    with starting_jobs(console_for(0, options), options) as jobs:
+        counts = MPIRUN_ARGS if find_mpirun().vendor == "openmpi" else ()
+        program = ["-m", "bench.torch.traffic_ranks", *["--wide"] * options.wide]
+        status, result = jobs.run("traffic", RANKS, program, counts)
+    write_json(result, options.json)
+    return status
+
+
+COMMAND = Command("bench.torch.traffic", __doc__, add_options, run)

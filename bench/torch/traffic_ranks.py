@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections import Counter
 from typing import Any, NamedTuple
@@ -11,13 +12,20 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 import collectives.torch
-from bench.torch.models import Sizes, transformer
-from bench.torch.steps import TrainingStep
 from bench.torch.strategies import ALGORITHM, STRATEGIES, Strategy
+from bench.torch.transformer import Sizes, TrainingStep, transformer
 from collectives import Ledger
+from collectives.console import (
+    Cell,
+    Command,
+    Number,
+    Table,
+    add_output_options,
+    console_for,
+    write_json,
+)
 from collectives.torch import Options
 from parallel import PredictedCall, TrafficMismatch, TrafficMonitor, TrafficTable
-from parallel.cli import console_of, print_table, table_with
 
 ALGORITHMS = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), ALGORITHM)
 SIZES = Sizes(hidden=32, vocabulary=64, context=16)
@@ -42,15 +50,15 @@ class Trained(NamedTuple):
     ledger: Ledger | None
 
 
-def main() -> int:
-    """Train with every strategy, and print what was sent; 1 if a byte differs."""
+def run(options: argparse.Namespace) -> int:
+    """Train with every strategy, and print what was sent; return 1 if a byte differs."""
     torch.set_num_threads(1)
     distributed.init_process_group("ring", pg_options=Options(algorithms=ALGORITHMS))
     comm = collectives.torch.communicator()
     with TrafficMonitor(comm) as monitor:
         all_trained = [trained(strategy, monitor) for strategy in STRATEGIES]
     observed = monitor.gather()
-    status = 0 if comm.rank else shown(all_trained, observed, comm.size, monitor.reason)
+    status = 0 if comm.rank else show(all_trained, observed, comm.size, monitor.reason, options)
     comm.barrier()  # the launcher may end the job when rank 0 fails
     distributed.destroy_process_group()
     return status
@@ -70,33 +78,38 @@ def trained(strategy: Strategy, monitor: TrafficMonitor) -> Trained:
     return Trained(strategy, calls, ledger.gather())
 
 
-def shown(
-    all_trained: list[Trained], observed: dict[str, Any] | None, size: int, reason: str | None
+def show(
+    all_trained: list[Trained],
+    observed: dict[str, Any] | None,
+    size: int,
+    reason: str | None,
+    options: argparse.Namespace,
 ) -> int:
-    """Print the table and whether its columns are equal; 1 if they are not."""
-    console, status = console_of(0), 0
+    """Print and write the table and whether its columns are equal; return 1 if they are not."""
     columns = ["calls", "predicted", "recorded", "observed"]
-    table = table_with("strategy", "pass", "mesh", "collective", numbers=columns)
+    table = Table("strategy", "pass", "mesh", "collective", *map(Number, columns))
     problems = []
     for each in all_trained:
         name, ledger = each.strategy.name, each.ledger
         assert ledger is not None, "this is rank 0"
         seen = None if observed is None else {name: observed[name]}
         for row in rows_of(each, ledger, seen, size):
-            table.add_row(*row)
+            table.add(*row)
         try:
             TrafficTable(each.calls, ledger, seen, size=size, reason=reason).check()
         except TrafficMismatch as error:
             problems.append(f"{name}: {error}")
-    print_table(table, console)
-    console.print(*problems or [_equal(reason)], sep="\n", markup=False)
-    return 1 if problems else status
+    console = console_for(0, options)
+    table.print(console)
+    console.print(*problems or [_equal(reason)], sep="\n")
+    write_json({"rows": table.as_dicts(), "problems": problems}, options.json)
+    return int(bool(problems))
 
 
 def rows_of(
     each: Trained, ledger: Ledger, observed: dict[str, Any] | None, size: int
-) -> list[list[str]]:
-    """The lines of one strategy, and one of their sums, which MPI observed."""
+) -> list[list[Cell]]:
+    """Return the lines of one strategy, and one of their sums, which MPI observed."""
     predicted, recorded, calls = Counter[Row](), Counter[Row](), Counter[Row]()
     for call in each.calls:
         row, sent = row_of(call.phase, call.axis, call.collective), call.sent(size)
@@ -104,28 +117,30 @@ def rows_of(
         calls[row] += sent.calls or 0
     for (phase, axis, collective), found in ledger.summary(("phase", "axis", "collective")).items():
         recorded[row_of(phase, axis, collective)] += found.bytes
-    lines = [
-        [*row, str(calls[row]), str(predicted[row]), str(recorded[row]), ""]
+    lines: list[list[Cell]] = [
+        [*row, calls[row], predicted[row], recorded[row], None]
         for row in dict.fromkeys([*predicted, *recorded])
     ]
     name = each.strategy.name
-    seen = "n/a" if observed is None else str(observed[name][1].sum())
-    sums = [str(sum(column.values())) for column in (calls, predicted, recorded)]
+    seen = "n/a" if observed is None else int(observed[name][1].sum())
+    sums = [sum(column.values()) for column in (calls, predicted, recorded)]
     return [*lines, [name, TOGETHER, "", "", *sums, seen]]
 
 
 def row_of(phase: str, axis: str, collective: str) -> Row:
-    """The row of what has this phase; its outermost part is the strategy, then comes the pass."""
+    """Return the row of a phase, whose outermost part is the strategy; then comes the pass."""
     strategy, part, *_ = f"{phase}/".split("/")
     return Row(strategy, part, axis, collective)
 
 
 def _equal(reason: str | None) -> str:
-    """The sentence on columns that are equal.  `reason`: why MPI was not observed."""
+    """Return the sentence on columns that are equal, with why MPI was not observed."""
     if reason is None:
         return "predicted = recorded = observed by MPI, to the byte"
     return f"predicted = recorded, to the byte; not observed: {reason}"
 
 
+COMMAND = Command("bench.torch.traffic_ranks", __doc__, add_output_options, run)
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -45,9 +45,12 @@ SYMBOLS = {
     "shards": "L",
 }
 
-# The value of an option.  `per_host` is the number of consecutive ranks on each host, of which the
-# last has what is left, or any other topology.
 Option = int | Topology
+"""The value of an option.
+
+`per_host` is the number of consecutive ranks on each host, of which the last has what is left, or
+any other topology.
+"""
 
 
 @lru_cache(maxsize=256)  # every schedule of every rank asks for it

@@ -235,7 +235,7 @@ class Communicator(Collectives, PointToPoint):
           False: they complete, unless a rank dies.
 
         Returns the communicator.  Raises `CollectiveError` unless the job runs under an Open MPI
-        started with fault tolerance, as `python -m collectives.launch --fault-tolerant` does (ULFM,
+        started with fault tolerance, as `ring launch --fault-tolerant` does (ULFM,
         Bland et al. 2013), and `CollectiveTimeout` if a rank is alive and does not call it in time.
         """
         deadline = deadline_in(self._session.limit(timeout))
@@ -305,8 +305,7 @@ class Communicator(Collectives, PointToPoint):
 
             comm.load_decisions("decisions.json")
 
-        - `path`: a file that `python -m bench tune` or `python -m bench fit` wrote.  Rank 0 reads
-          it and sends it to the others.
+        - `path`: a file that `ring bench tune` wrote.  Rank 0 reads it and sends it to the others.
 
         They apply to this communicator, and to those made from it later.  Raises the same
         ValueError on every rank if the file cannot be read or is invalid.

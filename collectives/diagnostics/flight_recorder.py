@@ -1,6 +1,6 @@
 """The flight recorder: the last calls of a rank and what it waits for, always kept.
 
-A dump is a JSON file, one for each rank; `python -m collectives.flight` joins them.
+A dump is a JSON file, one for each rank; `ring flight` joins them.
 """
 
 from __future__ import annotations

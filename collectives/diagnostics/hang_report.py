@@ -1,4 +1,4 @@
-"""Report where the ranks of a job hang: ``python -m collectives.flight DIR``.
+"""Report where the ranks of a job hang.
 
 DIR contains the dumps of a job that was started with COLLECTIVES_FLIGHT=DIR in its environment.  A
 rank writes a dump when a wait times out or fails, and when it gets SIGUSR1.  For each call that is
@@ -8,11 +8,8 @@ in the program that rank is.
 
 from __future__ import annotations
 
-import argparse
-import io
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -284,31 +281,3 @@ def _last(calls: Sequence[Call], dump: Dump) -> str:
 
 def _at(dump: Dump) -> str:
     return f"it is at {dump['at'][-1]}" if dump["at"] else "its place is not known"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the report.  Return 2 if no dump can be read."""
-    parse = parser()
-    directory = parse.parse_args(argv).directory
-    try:
-        paths = files(directory)
-    except OSError as error:
-        parse.exit(2, f"{directory} cannot be read as a directory ({error.strerror})\n")
-    dumps, faults = read(paths)
-    sys.stderr.writelines(f"{fault}\n" for fault in faults)
-    if not paths:
-        parse.exit(2, f"{directory} has no dumps: flight.<rank>.json\n")
-    if not dumps:
-        parse.exit(2)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a path may not be writable as text
-    sys.stdout.writelines(f"{line}\n" for line in lines(dumps))
-    return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    parse = argparse.ArgumentParser("python -m collectives.flight", description=__doc__)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
-    parse.add_argument("directory", type=Path, help="the directory of the dumps")
-    return parse

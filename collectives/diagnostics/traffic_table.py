@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+from collectives.console import Number, Table
 from collectives.diagnostics.unseen import ALWAYS
 
 Sums = Sequence[tuple[str, str, str, int, int, int]]
@@ -28,9 +29,6 @@ class Line(NamedTuple):
     bytes: int
 
 
-_NUM_WORDS = 3  # columns of words; then come numbers
-
-
 def traffic_table(
     parts: Mapping[int, Sums], size: int, unseen: Iterable[str] = ()
 ) -> Iterator[str]:
@@ -43,7 +41,10 @@ def traffic_table(
     lines = summed(parts.values())
     total = Line("total", "", "", len(parts), *_sums([line[-3:] for line in lines]))
     yield f"What {_named(sorted(parts))} sent by this library, by call site (sums over ranks):"
-    yield from _aligned([Line._fields, *lines, total])
+    table = Table(*("site", "collective", "algorithm"), *map(Number, Line._fields[3:]))
+    for line in (*lines, total):
+        table.add(*line)
+    yield from table.lines()
     if missing:
         yield f"The table lacks {_named(missing)}: no answer in time."
     yield from (*unseen, *ALWAYS)
@@ -78,13 +79,3 @@ def _named(ranks: Sequence[int]) -> str:
             runs.append([rank])
     words = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"rank{'s' * (len(ranks) > 1)} {words}"
-
-
-def _aligned(rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    """The rows as text in columns: words to the left, numbers to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        words = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)][:_NUM_WORDS]
-        numbers = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)][_NUM_WORDS:]
-        yield f"| {' | '.join([*words, *numbers])} |"

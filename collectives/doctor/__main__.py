@@ -1,4 +1,4 @@
-"""Say whether the library works here, and what is slow: ``python -m collectives.doctor``.
+"""Say whether the library works here, and what is slow.
 
 By itself it looks at the environment and runs a job of two ranks.  Under mpirun or srun it looks at
 that job: hosts, versions, threads, links.  The exit status is 0 if it would work, and 1 if not.
@@ -10,6 +10,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 
+from collectives.console import Command, add_json, console_for, write_json
 from collectives.doctor.device_pointers import best_way, device_pointers
 from collectives.doctor.environment import environment
 from collectives.doctor.findings import Finding, Level, good, verdict, wrong
@@ -18,22 +19,26 @@ from collectives.doctor.job import job, started
 _SECONDS = 60.0  # for the job of two ranks
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Report; the exit status."""
-    if parser().parse_args(arguments).device_pointers:
-        return report([device_pointers()])
+def run(options: argparse.Namespace) -> int:
+    """Report; return the exit status."""
+    if options.device_pointers:
+        return report([device_pointers()], options)
     if started() is not None:
         found = job()
-        return 0 if found is None else report(found)
+        return 0 if found is None else report(found, options)
     found = list(environment())
     if all(finding.level is not Level.WRONG for finding in found):
         found += [*_job_of_two(), best_way()]
-    return report(found)
+    return report(found, options)
 
 
-def report(found: Sequence[Finding]) -> int:
-    """Write what was found, and return the exit status."""
-    sys.stdout.writelines(f"{line}\n" for line in [*map(str, found), "", verdict(found)])
+def report(found: Sequence[Finding], options: argparse.Namespace) -> int:
+    """Print the findings, or write them as JSON; return the exit status."""
+    console = console_for(0, options)
+    for line in [*map(str, found), "", verdict(found)]:
+        console.print(line, soft_wrap=True)
+    findings = [{"level": finding.level.value, "sentence": finding.sentence} for finding in found]
+    write_json({"findings": findings, "verdict": verdict(found)}, options.json)
     return int(any(finding.level is Level.WRONG for finding in found))
 
 
@@ -54,18 +59,19 @@ def _job_of_two() -> Iterator[Finding]:
         yield good("A job of two ranks has run.")
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the command line."""
-    parse = argparse.ArgumentParser("python -m collectives.doctor", description=__doc__)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     parse.add_argument(
         "--device-pointers",
         action="store_true",
         help="only say whether MPI takes addresses of GPU memory, as device='direct' needs; it is "
         "started without more options",
     )
-    return parse
+    add_json(parse)
+
+
+COMMAND = Command("collectives.doctor", __doc__, add_options, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -55,7 +55,7 @@ def other_launcher(mpirun: Mpirun, on_path: str | None) -> Iterator[Finding]:
     if on_path is not None and not os.path.samefile(on_path, mpirun.path):
         yield slow(
             f"The mpirun on PATH is {on_path}, of another installation. It may start ranks that "
-            f"are all alone: use {mpirun.path}, or python -m collectives.launch."
+            f"are all alone: use {mpirun.path}, or ring launch."
         )
 
 

@@ -182,7 +182,7 @@ class MpiTransport:
         if not self.can_shrink:
             raise CollectiveError(
                 "shrink() needs an Open MPI that was started with fault tolerance: "
-                "python -m collectives.launch --fault-tolerant, or mpirun --with-ft ulfm"
+                "ring launch --fault-tolerant, or mpirun --with-ft ulfm"
             )
         if interrupt:
             self.comm.Revoke()

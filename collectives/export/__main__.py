@@ -1,10 +1,10 @@
-"""Write a collective as a file for another simulator or runtime: ``python -m collectives.export``.
+"""Write a collective as a file for another simulator or runtime.
 
-    python -m collectives.export all_reduce ring --ranks 64 --bytes 1M --format goal -o ring.goal
+    ring export all_reduce ring --ranks 64 --bytes 1M --format goal -o ring.goal
 
 goal: for LogGOPSim and ATLAHS.  smpi: for SimGrid's replay, and --platform FILE for its platform.
 msccl: an algorithm for MSCCL's runtime.  chakra: for ASTRA-sim; the files are PATH.RANK.et.
-Nothing is sent.  ``python -m parallel.export`` writes a whole training step.
+Nothing is sent.  ``ring export step`` writes a whole training step.
 """
 
 from __future__ import annotations
@@ -16,29 +16,16 @@ from pathlib import Path
 import numpy as np
 
 from collectives.algorithms import collectives as names_of_collectives
-from collectives.export import (
-    Call,
-    at_least_one,
-    machine_in,
-    num_bytes,
-    output_file,
-    platform,
-    summary,
-    write,
-    write_text,
-)
+from collectives.console import Command, at_least, num_bytes, output_file, refusing
+from collectives.export import Call, machine_in, platform, summary, write, write_text
 
 FORMATS = ("goal", "smpi", "msccl", "chakra")
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Write the files that the command line asks for; return the exit status."""
-    parse = parser()
-    options = parse.parse_args(arguments)
-    try:
+def run(options: argparse.Namespace) -> int:
+    """Write the files that the options ask for; return the exit status."""
+    with refusing(MemoryError, OverflowError, TypeError):
         written = export(call_of(options), options)
-    except (MemoryError, OverflowError, TypeError, ValueError, OSError) as error:
-        parse.exit(2, f"{parse.prog}: {str(error) or 'there is not enough memory'}\n")
     sys.stderr.write(summary(written))
     return 0
 
@@ -66,14 +53,12 @@ def export(call: Call, options: argparse.Namespace) -> list[Path]:
     return written
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parse = argparse.ArgumentParser("python -m collectives.export", description=__doc__)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add = parse.add_argument
     add("collective", choices=names_of_collectives())
     add("algorithm", nargs="?", help="such as ring or 'pipeline(segments=8)'; default: as calls do")
-    add("--ranks", type=at_least_one, required=True)
+    add("--ranks", type=at_least(1), required=True)
     add("--bytes", type=num_bytes, required=True, metavar="N", help="such as 1M")
     add("--format", choices=FORMATS, required=True)
     add("-o", "--output", type=output_file, metavar="PATH", help="default: standard output")
@@ -81,13 +66,15 @@ def parser() -> argparse.ArgumentParser:
         "--machine",
         type=Path,
         metavar="FILE",
-        help="of bench fit: what copies and combinations cost; default: built in",
+        help="of ring bench tune: what copies and combinations cost; default: built in",
     )
     add("--platform", type=output_file, metavar="FILE", help="write a platform for SimGrid")
     add("--root", type=int, default=0, help="of a rooted collective; default: %(default)s")
     add("--dtype", default="float32", help="elements are not divided; default: %(default)s")
-    return parse
+
+
+COMMAND = Command("collectives.export", __doc__, add_options, run)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -1,8 +1,7 @@
-"""Writes the tasks of all ranks to files or to standard output; checks that files can be made."""
+"""Writes the tasks of all ranks to files or to standard output."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,18 +11,6 @@ from collectives.export.tasks import Task
 
 Ranks = Sequence[Sequence[Task]]
 TEXTS: dict[str, Callable[[Ranks], Iterator[str]]] = {"goal": goal.lines, "smpi": smpi.lines}
-
-
-def unwritable(path: Path) -> str | None:
-    """Why no file of this name can be written, as a sentence; None if it can."""
-    folder = path.parent
-    if not folder.is_dir():
-        return f"{path} cannot be written: there is no folder {folder}"
-    if path.is_dir():
-        return f"{path} cannot be written: it is a folder"
-    if not os.access(path if path.exists() else folder, os.W_OK):
-        return f"{path} cannot be written: this user may not write there"
-    return None
 
 
 def write(ranks: Ranks, form: str, path: Path | None = None) -> list[Path]:

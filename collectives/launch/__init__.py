@@ -1,6 +1,6 @@
 """Starts MPI jobs and ends them: finds mpirun, monitors the ranks, and reports which rank died.
 
-Only `python -m collectives.launch` needs it; a plain mpirun works too.
+Only `ring launch` needs it; a plain mpirun works too.
 """
 
 from collectives.launch.job import TIMED_OUT, launch

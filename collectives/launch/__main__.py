@@ -1,9 +1,9 @@
-"""Start an MPI job: ``python -m collectives.launch -n 4 script.py``."""
+"""Run a Python script or module on N ranks, under the MPI of this environment."""
 
 import sys
 
 from collectives.launch import bootstrap
-from collectives.launch.command import main
+from collectives.launch.command import COMMAND
 from collectives.launch.rank_program import run_rank
 
 if __name__ == "__main__":
@@ -11,4 +11,4 @@ if __name__ == "__main__":
         bootstrap.enter(int(sys.argv[2]))
         run_rank(sys.argv[3:])
     else:
-        sys.exit(main())
+        sys.exit(COMMAND.main())

@@ -1,102 +1,105 @@
-"""The command line of ``python -m collectives.launch``."""
+"""Run a Python script or module on N ranks, under the MPI of this environment.
+
+ring launch -n 4 example.py
+ring launch -n 8 -m parallel.train --mesh data=8 --zero 2
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import shlex
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from collectives.console import Command, at_least, refusing, seconds
 from collectives.launch.job import launch, made_directory
 from collectives.launch.mpirun import MpiNotFound
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one job, and return its exit status."""
-    parse = parser()
-    options, command = _split(sys.argv[1:] if argv is None else argv)
-    arguments = parse.parse_args(options)
-    if not command or command == ["-m"]:
-        parse.error("a script, or -m and a module, is needed")
-    if command[0] != "-m" and not Path(command[0]).exists():
-        parse.error(f"there is no script {command[0]}")
-    if arguments.traffic and not arguments.drop_in:
-        parse.error("--traffic needs --drop-in")
+def run(options: argparse.Namespace) -> int:
+    """Run one job; return its exit status."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         _handle(signum)
-    try:
+    with refusing(MpiNotFound):
         job = launch(
-            arguments.n,
-            command,
-            mpi_args=arguments.mpi_args,
-            timeout=arguments.timeout,
-            fault_tolerant=arguments.fault_tolerant,
-            flight=arguments.flight,
-            drop_in=arguments.drop_in,
-            traffic=arguments.traffic,
-            check=arguments.check,
-            gpus_per_rank=arguments.gpus_per_rank,
+            options.n,
+            options.program,
+            mpi_args=options.mpi_args,
+            timeout=options.timeout,
+            fault_tolerant=options.fault_tolerant,
+            flight=options.flight,
+            drop_in=options.drop_in,
+            traffic=options.traffic,
+            check=options.check,
+            gpus_per_rank=options.gpus_per_rank,
         )
-    except MpiNotFound as error:
-        parse.exit(2, f"{error}\n")
     return job.returncode
 
 
-def parser() -> argparse.ArgumentParser:
-    """The parser of the launcher's own options."""
-    parse = argparse.ArgumentParser(
-        prog="python -m collectives.launch",
-        usage="%(prog)s -n N [--timeout S] [--flight DIR] [--fault-tolerant] "
-        "[--gpus-per-rank N] [--mpi-args ARGS] [--check] [--drop-in [--traffic]] [--] "
-        "(SCRIPT | -m MODULE) [ARGS ...]",
-        description="Run a Python script or module on N ranks under this environment's MPI.",
-        epilog="Exit status: the job's own (not zero if any rank failed), 124 at the time limit, "
-        "2 for a wrong command line or when there is no MPI.",
-        allow_abbrev=False,
+def read(parse: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    """Return the options before the program, and the program with its arguments."""
+    before, program = _split(words)
+    options = parse.parse_args(before)
+    if not program or program == ["-m"]:
+        parse.error("a script, or -m and a module, is needed")
+    if program[0] != "-m" and not Path(program[0]).exists():
+        parse.error(f"there is no script {program[0]}")
+    if options.traffic and not options.drop_in:
+        parse.error("--traffic needs --drop-in")
+    options.program = program
+    return options
+
+
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of the launcher itself."""
+    parse.usage = (
+        "%(prog)s -n N [--timeout S] [--flight DIR] [--fault-tolerant] [--gpus-per-rank N] "
+        "[--mpi-args ARGS] [--check] [--drop-in [--traffic]] [--] (SCRIPT | -m MODULE) [ARGS ...]"
     )
-    parse.add_argument("-n", metavar="N", type=_number, required=True, help="number of ranks")
-    parse.add_argument(
-        "--mpi-args", metavar="ARGS", type=_words, default=[], help="more words for mpirun"
+    parse.epilog = (
+        "Exit status: the job's own (not zero if any rank failed), 124 at the time limit, "
+        "2 for a wrong command line or when there is no MPI."
     )
-    parse.add_argument(
+    parse.allow_abbrev = False
+    add, positive = parse.add_argument, at_least(1)
+    add("-n", metavar="N", type=positive, required=True, help="number of ranks")
+    add("--mpi-args", metavar="ARGS", type=_words, default=[], help="more words for mpirun")
+    add(
         "--gpus-per-rank",
         metavar="N",
-        type=_number,
+        type=positive,
         help="leave each rank N GPUs of its own in CUDA_VISIBLE_DEVICES; by default all",
     )
-    parse.add_argument("--timeout", metavar="S", type=_seconds, help="end the job after S seconds")
-    parse.add_argument(
+    add("--timeout", metavar="S", type=seconds, help="end the job after S seconds")
+    add(
         "--flight",
         metavar="DIR",
         type=_dumps,
         help="directory of hang reports: at a failed wait, SIGUSR1, or the time limit",
     )
-    parse.add_argument(
+    add(
         "--fault-tolerant",
         action="store_true",
         help="when a rank dies, the others continue and get an error (Open MPI only)",
     )
-    parse.add_argument(
+    add(
         "--drop-in",
         action="store_true",
         help="let MPI.COMM_WORLD of an mpi4py program use the collectives of this library",
     )
-    parse.add_argument(
+    add(
         "--traffic",
         action="store_true",
         help="print at the end what this library sent, by call site; needs --drop-in",
     )
-    parse.add_argument(
+    add(
         "--check",
         action="store_true",
         help="compare the calls of the ranks before each collective, and raise if they differ",
     )
-    return parse
 
 
 def _words(text: str) -> list[str]:
@@ -111,19 +114,6 @@ def _dumps(text: str) -> Path:
         return made_directory(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _number(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
-
-
-def _seconds(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < float("inf"):
-            return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
 
 
 _WITH_VALUES = ("-n", "--mpi-args", "--timeout", "--flight", "--gpus-per-rank")
@@ -158,3 +148,6 @@ def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(each, signal.SIG_IGN)
     raise SystemExit(128 + signum)
+
+
+COMMAND = Command("collectives.launch", __doc__, add_options, run, read)

@@ -98,7 +98,7 @@ def launch(
     ``flight`` is a directory to which the ranks dump their last calls: when a wait fails or times
     out, when this process gets SIGUSR1 (if this is its main thread), and at the job's time limit.
     At the time limit, standard error also says who waits for whom, as
-    ``python -m collectives.flight`` does.
+    ``ring flight`` does.
 
     With ``drop_in``, ``MPI.COMM_WORLD`` is a ``collectives.Intracomm`` from the beginning of the
     program on.  With ``traffic`` too, rank 0 prints what was sent on it and on communicators made
@@ -129,6 +129,7 @@ def launch(
             stack.enter_context(tempfile.TemporaryFile()) if capture else None for _ in range(2)
         )
         environment = {
+            **width_of_terminal(),
             **defaults(mpirun, fault_tolerant=fault_tolerant),
             **os.environ,
             **extra,
@@ -157,6 +158,11 @@ def launch(
                 _end(job, home)
                 shutil.rmtree(open_mpi_files(environment, job.pid), ignore_errors=True)
         return subprocess.CompletedProcess(words, status, _text(out), _text(err, "".join(notes)))
+
+
+def width_of_terminal() -> dict[str, str]:
+    """The variable that says how wide the terminal is, which a rank cannot find out; or none."""
+    return {"COLUMNS": str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
 def _check(

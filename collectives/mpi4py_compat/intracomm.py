@@ -97,7 +97,7 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
     It is `comm` with another type: it has the same handle and the same point-to-point calls.
     Making one is a collective call, because `comm` is duplicated for the library's own messages.
     `Free` frees both; of COMM_WORLD and COMM_SELF it frees only the duplicate.  Where
-    `python -m collectives.launch --drop-in` has replaced `MPI.COMM_WORLD`, that is a constant: it
+    `ring launch --drop-in` has replaced `MPI.COMM_WORLD`, that is a constant: it
     cannot be freed, and it pickles.
 
     It has all collectives of mpi4py, with mpi4py's buffer specifications, operations and errors:

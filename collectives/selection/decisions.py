@@ -1,15 +1,15 @@
 """Decisions: what was measured on this machine, and chooses algorithms.
 
-`python -m bench tune` measures the algorithms that are fastest, by number of ranks and size, and
-`python -m bench fit` the costs of a machine, from which the times of all algorithms are predicted.
-Both write their part of a file of JSON:
+`ring bench tune` measures the costs of a machine, from which the times of all algorithms are
+predicted, and the algorithms that are fastest, by number of ranks and size.  It writes one file of
+JSON:
 
     {"machine": {
-        "facts": {"mpi": "Open MPI 5.0.8", "when": "2025-07-01", ...},
+        "facts": {"mpi": "Open MPI 5.0.8", "date": "2026-11-30", ...},
         "links": {"same_host": [{"up_to_bytes": 4056, "overhead_seconds": 1e-07, ...}, ...], ...},
         "call_seconds": 4e-07, ...},
      "measured": {"4": {
-        "facts": {"mpi": "Open MPI 5.0.8", "when": "2025-07-01", ...},
+        "facts": {"mpi": "Open MPI 5.0.8", "date": "2026-11-30", ...},
         "tables": {"all_reduce": [{"up_to": 32768, "best": ["recursive_doubling"]},
                                   {"up_to": null, "best": ["ring", "two_shot"]}], ...}},
                   "8 on 4 hosts": {...}, ...},
@@ -186,7 +186,7 @@ def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str
 
 
 def machine_in(path: Path | None) -> Machine:
-    """Return the `Machine` in a file of ``python -m bench fit``.
+    """Return the `Machine` in a file of ``ring bench tune``.
 
     - `path`: of the file; None: a machine that does not exist, with fast links.
 
@@ -199,7 +199,7 @@ def machine_in(path: Path | None) -> Machine:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     if fitted is None:
-        raise ValueError(f"{path} has no machine; `python -m bench fit` writes one")
+        raise ValueError(f"{path} has no machine; `ring bench tune` writes one")
     return fitted.machine
 
 

@@ -1,4 +1,4 @@
-"""A machine in JSON: the `Machine` that `python -m bench fit` has measured, and facts about it."""
+"""A machine in JSON: the `Machine` that `ring bench tune` has measured, and facts about it."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 
     import collectives.torch            # not needed under mpirun, or from PyTorch 2.14 on
 
-    dist.init_process_group("ring")     # under mpirun or python -m collectives.launch
+    dist.init_process_group("ring")     # under mpirun or ring launch
 
 It needs PyTorch 2.11 or newer and MPI.  Importing it registers the backend.
 """

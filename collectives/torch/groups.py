@@ -42,7 +42,7 @@ def _of_all(rank: int, size: int, timeout: float | None, options: Options) -> Ri
         alone = "this process alone" if world.size == 1 else f"{world.size} processes"
         raise RuntimeError(
             f"MPI has started {alone}, but the process group has {size} ranks; start them with "
-            "mpirun or `python -m collectives.launch`: processes that torchrun starts are not "
+            "mpirun or `ring launch`: processes that torchrun starts are not "
             "known to MPI"
         )
     global _num_worlds

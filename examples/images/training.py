@@ -13,6 +13,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator
+from collectives.console import add_output_options, at_least, console_for, refusing, write_json
 from examples.images.models import swin_moe, v_moe
 from examples.images.shapes import CLASSES, batch
 from moe import GATES, RoutingLog, mixtures
@@ -26,11 +27,12 @@ from parallel import (
     TrafficTable,
     Trainer,
     checkpoint,
-    cli,
     commands,
     raise_on_all_ranks,
 )
+from parallel.commands import print_rank_reports, print_traffic, training_progress
 from parallel.nn import Model
+from parallel.options import add_shared
 
 ROW_AXES = ("data", "expert")  # along which ranks compute different images
 STAGES = 2  # of Swin-MoE, which divide its blocks
@@ -54,15 +56,14 @@ class Task(NamedTuple):
 MakeTask: TypeAlias = Callable[[argparse.Namespace, Mesh], Task]
 
 
-def main(parse: argparse.ArgumentParser, make: MakeTask, arguments: list[str] | None) -> int:
-    """Train what `make` makes of the command line, on all ranks; return the exit status."""
-    options = parse.parse_args(arguments)
-    return commands.on_ranks(parse, options, partial(train, options=options, make=make))
+def train(options: argparse.Namespace, make: MakeTask) -> int:
+    """Train what `make` makes of the options, on all ranks; return the exit status."""
+    return commands.on_ranks(options, partial(train_on_rank, options=options, make=make))
 
 
-def train(comm: Communicator, options: argparse.Namespace, make: MakeTask) -> int:
-    """Train on one rank; return the exit status.  Raise InvalidRun before the first step."""
-    with commands.preparing():
+def train_on_rank(comm: Communicator, options: argparse.Namespace, make: MakeTask) -> int:
+    """Train on one rank; return the exit status.  Raise Refused before the first step."""
+    with refusing():
         run = Run(comm, options, make)
     with commands.running(options):
         return run.all()
@@ -72,7 +73,7 @@ class Run:
     """One run, on one rank of `comm`.  Raises ValueError, on all ranks, if `options` do not fit."""
 
     def __init__(self, comm: Communicator, options: argparse.Namespace, make: MakeTask) -> None:
-        self.comm, self.options, self.console = comm, options, cli.console_of(comm.rank)
+        self.comm, self.options, self.console = comm, options, console_for(comm.rank, options)
         axes = options.mesh or {"expert": comm.size}
         mesh = Mesh(comm, **axes)
         self.task = make(options, mesh)
@@ -107,13 +108,14 @@ class Run:
         table = TrafficTable(
             predicted, recorded, observed, size=self.comm.size, reason=self.monitor.reason
         )
+        write_json({"losses": losses, "traffic": table.as_dict()}, self.options.json)
         return self._show(table, reports)
 
     def _train(self) -> list[float]:
         """Return the loss of each step; save the model behind the last one."""
         o, trainer = self.options, self.trainer
         trainer.start()
-        with cli.progress(self.console, o.steps) as show:
+        with training_progress(self.console, o.steps) as show:
             losses = trainer.train(o.steps, self._batch, o.batch, show)
         if o.save is not None:
             checkpoint.save(trainer, o.save, o.steps)
@@ -156,8 +158,8 @@ class Run:
 
     def _show(self, table: TrafficTable, reports: list[commands.RankReport]) -> int:
         """Print memory and traffic, and what differs; return the exit status."""
-        cli.print_rank_reports([report.memory | report.moved for report in reports], self.console)
-        cli.print_traffic(table, self.console)
+        print_rank_reports([report.memory | report.moved for report in reports], self.console)
+        print_traffic(table, self.console)
         return commands.print_verdict(table, reports, self.console)
 
 
@@ -216,31 +218,17 @@ def sharding_of(axes: dict[str, int], zero: int) -> Sharding:
     return Sharding.zero(zero, axes=shared) if zero else Sharding.ddp(axes=shared)
 
 
-def parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of a run."""
-    parse = argparse.ArgumentParser(prog, description=description)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
-    natural, positive = cli.at_least(0), cli.at_least(1)
-    add = parse.add_argument
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of a run."""
+    add, positive = parse.add_argument, at_least(1)
     add("--model", choices=("v", "swin"), default="v", help="V-MoE or Swin-MoE; default: v")
-    add(
-        "--mesh",
-        type=cli.mesh_axes,
-        metavar="AXIS=N,...",
-        help="of pipe, data, expert, tensor; default: all ranks along expert",
-    )
-    add("--zero", type=int, choices=range(4), default=1, help="stage of ZeRO; default: 1")
-    add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")
-    add("--steps", type=positive, default=100, help="default: %(default)s")
-    add("--batch", type=positive, default=32, help="images of all ranks; default: %(default)s")
-    add("--micro-batches", type=positive, default=1, metavar="K", help="default: %(default)s")
-    add("--lr", type=float, default=0.003, help="of Adam; default: %(default)s")
-    add("--dtype", choices=("float64", "float32"), default="float32", help="default: %(default)s")
-    add("--seed", type=natural, default=0, help="default: %(default)s")
-    add("--layers", type=positive, default=4, help="number of blocks; default: %(default)s")
-    add("--hidden", type=positive, default=32, help="width; default: %(default)s")
-    add("--heads", type=positive, default=2, help="attention heads; default: %(default)s")
+    texts = {
+        "mesh": "of pipe, data, expert, tensor; default: all ranks along expert",
+        "batch": "images of all ranks",
+    }
+    add_shared(add, texts, mesh=None, zero=1, threads=None, steps=100, batch=32, micro_batches=1)
+    add_shared(add, lr=0.003, dtype="float32", seed=0, layers=4, hidden=32, heads=2)
     add("--moe", choices=GATES, default="v-moe", help="the gate; default: %(default)s")
     add("--experts", type=positive, default=4, help="number of experts; default: %(default)s")
     add("--save", type=Path, metavar="DIR", help="save a checkpoint at the end")
-    return parse
+    add_output_options(parse, is_local=False)

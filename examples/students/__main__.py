@@ -2,7 +2,7 @@
 
     python -m examples.images --layers 4 --save teacher
     python -m examples.students --layers 2 --teacher teacher --teacher-layers 4 --stop 60
-    python -m collectives.launch -n 4 -m examples.students --layers 2 --teacher teacher \\
+    ring launch -n 4 -m examples.students --layers 2 --teacher teacher \\
         --teacher-layers 4 --mesh data=2,expert=2
 
 The options and the output are those of `examples.images`.  What the teacher sends is in the
@@ -15,16 +15,17 @@ import argparse
 import sys
 from pathlib import Path
 
+from collectives.console import Command, at_least
 from examples.images import training
 from examples.students.distillation import distilled, sizes
 from examples.students.teacher import Teacher
 from moe import RoutingLog
-from parallel import Mesh, checkpoint, cli
+from parallel import Mesh, checkpoint
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Train as the command line says; return the exit status."""
-    return training.main(parser(), task_of, arguments)
+def run(options: argparse.Namespace) -> int:
+    """Train as the options say; return the exit status."""
+    return training.train(options, task_of)
 
 
 def task_of(options: argparse.Namespace, mesh: Mesh) -> training.Task:
@@ -59,10 +60,10 @@ def teacher_of(options: argparse.Namespace, mesh: Mesh, log: RoutingLog) -> Teac
     return Teacher(model, parameters)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parse = training.parser("python -m examples.students", __doc__)
-    natural, positive = cli.at_least(0), cli.at_least(1)
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    training.add_options(parse)
+    natural, positive = at_least(0), at_least(1)
     add = parse.add_argument
     add(
         "--teacher",
@@ -74,8 +75,9 @@ def parser() -> argparse.ArgumentParser:
     add("--teacher-layers", type=positive, metavar="N", help="its blocks; default: as --layers")
     add("--stop", type=natural, metavar="STEP", help="learn alone from then on; default: never")
     add("--alpha", type=float, default=1.0, help="weight of imitation; default: %(default)s")
-    return parse
 
+
+COMMAND = Command("examples.students", __doc__, add_options, run)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -6,10 +6,10 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from collectives.console import at_least
 from moe.dispatch import DISPATCHERS, PADDINGS
 from moe.exchange import PAYLOADS
 from moe.gates import GATES, RULES
-from parallel.cli import at_least
 
 # Options that need --moe, by what `moe.GATES` and `moe_gpt` call them.
 GATE_OPTIONS = {"top_k": "k", "capacity_factor": "capacity_factor", "capacity_rule": "rule"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from typing import Any
 
@@ -11,26 +10,18 @@ import numpy as np
 from rich.console import Console
 
 from collectives import Communicator, phase
-from collectives.export import unwritable
+from collectives.console import console_for, unwritable, write_json
 from moe.commands.arguments import gate_options, layer_options
 from moe.layers import mixtures
 from moe.models import bytes_read, count_reads, gate_by_name, moe_gpt, without_capacity
 from moe.routing import RoutingLog
-from parallel import (
-    Mesh,
-    Model,
-    TrafficMonitor,
-    TrafficTable,
-    checkpoint,
-    cli,
-    gpt,
-    raise_on_all_ranks,
-)
+from parallel import Mesh, Model, TrafficMonitor, TrafficTable, checkpoint, gpt, raise_on_all_ranks
 from parallel.accounts import gather_json
-from parallel.commands import print_check
+from parallel.commands import print_check, print_traffic
 from parallel.inference import NEXT, Inference, check_request, generate
 from parallel.nn import Array
 from parallel.optim import dtype_of
+from parallel.options import gpt_arguments
 
 
 class Generation:
@@ -87,7 +78,7 @@ class Generation:
             size=self.comm.size,
             reason=self.monitor.reason,
         )
-        return report(o, self.result(ranks), table, cli.console_of(0))
+        return report(o, self.result(ranks), table, console_for(0, o))
 
     def result(self, ranks: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the options, texts, latencies and bytes of weights of all `ranks`, for JSON."""
@@ -119,7 +110,7 @@ def model_of(options: argparse.Namespace, mesh: Mesh, log: RoutingLog) -> Model:
 
     Raises ValueError for options that the gate does not have, and for expert choice.
     """
-    of_gpt = cli.gpt_options(options) | {"mesh": mesh}
+    of_gpt = gpt_arguments(options) | {"mesh": mesh}
     of_gate, of_layer = gate_options(options), layer_options(options)
     if options.moe is None:
         if of_gate or of_layer or mesh.axes.get("expert", 1) > 1:
@@ -153,16 +144,14 @@ def report(
 ) -> int:
     """Print the result and the traffic; return the exit status."""
     for text in result["texts"]:
-        console.print(repr(text), markup=False)
+        console.print(repr(text))
     if result["latencies"]:
         print_costs(result, console)
-    if options.json is not None:
-        words = json.dumps(result | {"traffic": table.as_dict()}, default=os.fspath, indent=1)
-        options.json.write_text(words + "\n")
-    cli.print_traffic(table, console)
+    write_json(result | {"traffic": table.as_dict()}, options.json)
+    print_traffic(table, console)
     read = result["read_by_rank"]
     if read["predicted"] != read["counted"]:
-        console.print(f"weights read differ from the prediction: {read}", markup=False)
+        console.print(f"weights read differ from the prediction: {read}")
         return 1
     return 0 if print_check(table, console) else 1
 

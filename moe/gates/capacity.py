@@ -72,3 +72,4 @@ RULES: dict[str, Rule] = {
     "v-moe": v_moe,
     "expert-choice": expert_choice,
 }
+"""How many tokens an expert takes: the rules of the literature, by the `rule` of a `Gate`."""

@@ -165,7 +165,7 @@ class Gate:
         bias: Values | None = None,
         token_ids: Integers | None = None,
     ) -> Gated:
-        """Route tokens to experts.
+        """Return the routing of tokens to experts, with its weights and the auxiliary loss.
 
         Parameters
         ----------

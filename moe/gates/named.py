@@ -196,3 +196,4 @@ GATES: dict[str, Callable[..., Gate]] = {
     "sigmoid": sigmoid,
     "hash": hash_layer,
 }
+"""The gates of the literature: functions that return a `Gate`, by the names of ``--moe``."""

@@ -64,4 +64,7 @@ def sigmoid_backward(scores: Array, dscores: Array) -> Array:
 
 
 SOFTMAX = Scores(softmax, softmax_backward)
+"""The `scores` of a `Gate` that are the softmax of the logits, over the experts."""
+
 SIGMOID = Scores(sigmoid, sigmoid_backward)
+"""The `scores` of a `Gate` that are the sigmoid of each logit."""

@@ -52,10 +52,13 @@ def moe_gpt(
     expert_dropout : float
         The rate of dropout in the middle of each expert (Fedus et al. 2021: in fine-tuning more
         than the `dropout` of the other layers).
-    hidden, num_layers, mesh, options
+    hidden, num_layers : int
+        As in `parallel.gpt`, which takes the other `options`.
+    mesh : Mesh, optional
         As in `parallel.gpt`.  Ranks along the axis ``expert`` divide the experts.
-    log, rows_per_group, padding, num_parts, payload, dispatch, ranks_per_host
-        As in `MixtureOfExperts`.
+    log : RoutingLog, optional
+        As in `MixtureOfExperts`, and so are `rows_per_group`, `padding`, `num_parts`, `payload`,
+        `dispatch` and `ranks_per_host`.
 
     Raises
     ------

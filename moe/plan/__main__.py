@@ -1,9 +1,9 @@
 """Say what a layer with experts will send for a routing, and how much of it leaves a host.
 
-    python -m moe.plan --mesh data=2,expert=4 --hosts 2
-    python -m moe.plan --mesh expert=8 --hosts 2 --moe stable --top-k 2 --padding needed
-    python -m moe.plan --mesh expert=8 --hosts 2 --text --steps 20
-    python -m moe.plan --mesh expert=8 --hosts 2 --routing routing.npz
+    ring moe plan --mesh data=2,expert=4 --hosts 2
+    ring moe plan --mesh expert=8 --hosts 2 --moe stable --top-k 2 --padding needed
+    ring moe plan --mesh expert=8 --hosts 2 --text --steps 20
+    ring moe plan --mesh expert=8 --hosts 2 --routing routing.npz
 
 The routing is drawn as if all experts were equally good for each token; or --text has one rank
 train on a text, and the last step makes the routing; or it is read from the file that moe.train
@@ -32,27 +32,31 @@ from typing import Any
 
 from rich.console import Console
 
+from collectives.console import (
+    Command,
+    add_output_options,
+    at_least,
+    console_for,
+    refusing,
+    write_json,
+)
 from moe.commands import add_expert_options, add_routing_options, gate_options, layer_options
 from moe.plan.across_hosts import compare_layouts
-from moe.plan.one_layer import compare_dispatch, layer_amounts
+from moe.plan.one_layer import TITLES, compare_dispatch, layer_amounts
 from moe.plan.routings import BatchRouting, from_log, on_text, uniform
-from moe.plan.tables import print_dispatch, print_layer, print_layouts
+from moe.plan.tables import dispatch_table, layer_table, layout_table, print_refused
 from moe.plan.training_step import TrainingStep
 from moe.routing import RoutingLog
-from parallel import Adam, Recipe, cli, text
-from parallel.optim import DTYPES
+from parallel import Adam, Recipe, text
+from parallel.options import REQUIRED, add_shared
 
 ROWS, CONTEXT = 16, 64
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print what the command line asks for; return the exit status."""
-    parse = parser()
-    options = parse.parse_args(arguments)
-    try:
-        tell(options, cli.console_of(0))
-    except (OSError, ValueError) as error:
-        parse.exit(2, f"{parse.prog}: {error}\n")
+def run(options: argparse.Namespace) -> int:
+    """Print what the options ask for; return the exit status."""
+    with refusing():
+        tell(options, console_for(0, options))
     return 0
 
 
@@ -76,13 +80,22 @@ def tell(options: argparse.Namespace, console: Console) -> None:
         asked = layer_amounts(step, layer, options.mesh, per_host)
     if isinstance(asked, str):
         raise ValueError(asked)
-    console.print("\n".join(about(options, step, layer, per_host)), markup=False)
-    print_layer(asked, console)
+    for line in about(options, step, layer, per_host):
+        console.print(line)
+    tables = {"layer": layer_table(asked)}
+    tables["layer"].print(console)
     console.print("With each dispatch and padding:")
-    print_dispatch(compared, console)
+    by_title = {TITLES.get(key, key[0]): amounts for key, amounts in compared.items()}
+    tables["dispatch"] = dispatch_table(by_title)
+    tables["dispatch"].print(console)
+    print_refused(by_title, console)
     if options.hosts > 1:
         console.print("What the whole model sends between hosts in a step:")
-        print_layouts(compare_layouts(step, options.hosts, per_host), console)
+        layouts = compare_layouts(step, options.hosts, per_host)
+        tables["layouts"] = layout_table(layouts)
+        tables["layouts"].print(console)
+        print_refused(layouts, console)
+    write_json({name: table.as_dicts() for name, table in tables.items()}, options.json)
 
 
 def check_mesh(axes: dict[str, int], num_hosts: int) -> None:
@@ -176,33 +189,23 @@ def source(options: argparse.Namespace) -> str:
 # The command line
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parse = argparse.ArgumentParser("python -m moe.plan", description=__doc__)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
-    natural, positive = cli.at_least(0), cli.at_least(1)
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
     add = parse.add_argument
-    add(
-        "--mesh",
-        type=cli.mesh_axes,
-        required=True,
-        metavar="AXIS=N,...",
-        help="such as data=2,expert=4",
-    )
+    add_shared(add, {"mesh": "such as data=2,expert=4"}, mesh=REQUIRED)
     add(
         "--hosts",
-        type=positive,
+        type=at_least(1),
         default=1,
         metavar="N",
         help="each with equally many consecutive ranks; default: %(default)s",
     )
-    add("--batch", type=positive, help=f"rows of all ranks; default: {ROWS}, or those of the log")
-    add("--micro-batches", type=positive, default=1, metavar="K", help="default: %(default)s")
-    add("--dtype", choices=DTYPES, default="float64", help="default: %(default)s")
+    texts = {"batch": f"rows of all ranks; default: {ROWS}, or those of the log"}
+    add_shared(add, texts, batch=None, micro_batches=1, dtype="float64")
 
     add = parse.add_argument_group("routing").add_argument
-    add("--routing", type=Path, metavar="FILE", help="of moe.train --save-routing")
-    add("--step", type=natural, metavar="N", help="of the file, from 0 on; default: the last")
+    add("--routing", type=Path, metavar="FILE", help="of ring moe train --save-routing")
+    add("--step", type=at_least(0), metavar="N", help="of the file, from 0 on; default: the last")
     add("--layer", metavar="NAME", help="such as block1; default: the first with experts")
     add(
         "--text",
@@ -211,27 +214,20 @@ def parser() -> argparse.ArgumentParser:
         metavar="PATH",
         help="train on this on one rank; without PATH on Python's standard library",
     )
-    add(
-        "--steps",
-        type=positive,
-        default=1,
-        metavar="N",
-        help="of a --text, the last of which is taken; 1: initial values; default: %(default)s",
-    )
-    add("--lr", type=float, default=2e-3, help="of them; default: %(default)s")
-    add("--seed", type=natural, default=0, help="default: %(default)s")
+    texts = {"steps": "of a --text, the last of which is taken; 1: initial values"}
+    add_shared(add, texts, steps=1, lr=2e-3, seed=0)
 
     add = parse.add_argument_group("model").add_argument
-    add("--layers", type=positive, default=4, help="number of blocks; default: %(default)s")
-    add("--hidden", type=positive, default=256, help="width; default: %(default)s")
-    add("--heads", type=positive, default=4, help="attention heads; default: %(default)s")
-    add("--context", type=positive, help=f"tokens; default: {CONTEXT}, or those of the log")
+    texts = {"context": f"tokens of a row; default: {CONTEXT}, or those of the log"}
+    add_shared(add, texts, layers=4, hidden=256, heads=4, context=None)
 
     add = parse.add_argument_group("experts").add_argument
     add_expert_options(add, gate="switch")
     add_routing_options(add)
-    return parse
+    add_output_options(parse)
 
+
+COMMAND = Command("moe.plan", __doc__, add_options, run)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

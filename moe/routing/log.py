@@ -40,7 +40,7 @@ class RoutingLog:
         self._whole: dict[tuple[int, str], Routing] = {}
 
     def add(self, step: int, name: str, first_row: int, routing: Routing) -> None:
-        """Add the `routing` of consecutive rows in a `step` by the layer `name`."""
+        """Add the `routing` of rows from `first_row` on, in a `step`, by the layer `name`."""
         self.parts[step, name][first_row] = routing
         self._whole.pop((step, name), None)
 
@@ -57,7 +57,7 @@ class RoutingLog:
         return self._whole[step, name]
 
     def merge(self, other: RoutingLog) -> None:
-        """Add all that another log has."""
+        """Add all that the log `other` has."""
         for (step, name), parts in other.parts.items():
             for row, routing in parts.items():
                 self.add(step, name, row, routing)

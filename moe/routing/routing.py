@@ -45,7 +45,7 @@ class Routing:
 
     @classmethod
     def empty(cls, num_experts: int) -> Routing:
-        """Return the routing of no tokens."""
+        """Return the routing of no tokens to `num_experts`."""
         none = np.empty(0, np.int64)
         return cls(none, none, none, none, 0, num_experts, 0)
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from collectives import Communicator
-from parallel import cli
 from parallel.commands.presets import DENSE_AXES
 from parallel.mesh import Mesh
 from parallel.nn import Model, gpt
+from parallel.options import gpt_arguments
 
 RECOMPUTE = {"all": ("block*",), "attention": ("block*.attention.heads",), "none": ()}
 
@@ -52,7 +52,7 @@ SpecOf = Callable[[argparse.Namespace, int], ModelSpec]  # the options and the n
 
 
 def dense_spec(options: argparse.Namespace, num_ranks: int) -> ModelSpec:
-    """Return the dense GPT that the options of `training_parser` describe, for any `num_ranks`."""
+    """Return the dense GPT of the `options` of a training command, for any `num_ranks`."""
     row_options = ["dropout"] if options.dropout else []
     return ModelSpec(partial(dense_gpt, options), options.mesh, row_options=row_options)
 
@@ -63,9 +63,9 @@ def dense_gpt(options: argparse.Namespace, mesh: Mesh | None) -> Model:
 
 
 def gpt_options(options: argparse.Namespace, mesh: Mesh | None) -> dict[str, Any]:
-    """Return the options of `training_parser` as arguments of `parallel.gpt`, with a `mesh`."""
+    """Return the options of a training command as arguments of `parallel.gpt`, with a `mesh`."""
     return {
-        **cli.gpt_options(options),
+        **gpt_arguments(options),
         "mesh": mesh,
         "recompute": RECOMPUTE[options.recompute],
         "dropout": options.dropout,

@@ -6,49 +6,37 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from parallel.cli import add_gpt_options, at_least, mesh_axes
+from collectives.console import add_output_options, at_least
 from parallel.commands.models import RECOMPUTE
 from parallel.commands.presets import HOOKS, OPTIMIZERS, STRATEGIES
-from parallel.nn import ATTENTION, SEQUENCE_PARALLEL
+from parallel.nn import SEQUENCE_PARALLEL
 from parallel.optim import DTYPES
-from parallel.pipeline import SCHEDULES
+from parallel.options import add_gpt_options, add_shared
 
 Add = Callable[..., object]  # such as `argparse.ArgumentParser.add_argument`
 natural, positive = at_least(0), at_least(1)
 
 
-def training_parser(prog: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser with the options of every training command; more can be added.
-
-    `prog` is the command, such as ``"python -m parallel.train"``, and `description` the text of its
-    help.
-    """
-    parse = argparse.ArgumentParser(prog, description=description)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+def add_training_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of every training command to `parse`; more can be added."""
     add_run_options(parse.add_argument)
     add_model_options(parse.add_argument_group("model").add_argument)
     add_update_options(parse.add_argument_group("update").add_argument)
     add_strategy_options(parse.add_argument_group("options of some strategies").add_argument)
     add_file_options(parse.add_argument_group("files").add_argument)
-    return parse
+    add_output_options(parse, is_local=False)
 
 
 def add_run_options(add: Add) -> None:
     """Add the options that say on which ranks and on which batches a run trains."""
     add("--strategy", choices=STRATEGIES, help="a mesh and a sharding; default: ddp")
-    add("--mesh", type=mesh_axes, metavar="AXIS=N,...", help="such as data=4; or --strategy")
-    add("--zero", type=int, choices=range(4), help="stage of ZeRO on the mesh; 0: sum gradients")
-    add("--text", metavar="PATH", help="file or directory; default: Python's standard library")
-    add("--steps", type=positive, default=100, help="default: %(default)s")
-    add("--batch", type=positive, default=16, help="rows of all ranks; default: %(default)s")
-    add(
-        "--micro-batches",
-        type=positive,
-        default=1,
-        metavar="K",
-        help="parts in which a rank computes its rows; default: %(default)s",
-    )
-    add("--schedule", choices=SCHEDULES, help="of the pipeline along the axis pipe; default: 1f1b")
+    texts = {
+        "mesh": "such as data=4; or --strategy",
+        "schedule": "of the pipeline along the axis pipe; default: 1f1b",
+        "attention": "of the ranks along context; default: ring",
+    }
+    add_shared(add, texts, mesh=None, zero=None, text=None, steps=100, batch=16, micro_batches=1)
+    add_shared(add, texts, schedule=None, attention=None)
     add(
         "--sequence-parallel",
         nargs="?",
@@ -56,15 +44,13 @@ def add_run_options(add: Add) -> None:
         choices=SEQUENCE_PARALLEL[1:],
         help="also divide rows along tensor; keep what is gathered, or gather again",
     )
-    add("--attention", choices=ATTENTION, help="of the ranks along context; default: ring")
     add(
         "--ranks-per-host",
         type=positive,
         metavar="N",
         help="hosts of N consecutive ranks; default: as MPI reports them",
     )
-    add("--seed", type=natural, default=0, help="default: %(default)s")
-    add("--threads", type=positive, metavar="N", help="run N ranks as threads, without MPI")
+    add_shared(add, seed=0, threads=None)
     add(
         "--progress",
         choices=("auto", "thread", "none"),
@@ -95,15 +81,10 @@ def add_model_options(add: Add) -> None:
 
 def add_update_options(add: Add) -> None:
     """Add the options that say how parameters are kept and updated."""
-    add(
-        "--dtype",
-        choices=DTYPES,
-        default="float64",
-        help="of parameters, gradients and messages; default: %(default)s",
-    )
+    add_shared(add, dtype="float64")
     add("--reduce-dtype", choices=DTYPES, help="in which gradients are summed; default: --dtype")
     add("--optimizer", choices=OPTIMIZERS, default="adam", help="default: %(default)s")
-    add("--lr", type=float, default=2e-3, help="default: %(default)s")
+    add_shared(add, lr=2e-3)
     add("--clip", type=float, metavar="NORM", help="largest norm of the whole gradient")
     add(
         "--device",
@@ -151,7 +132,6 @@ def add_file_options(add: Add) -> None:
     add("--save-every", type=positive, metavar="STEPS", help="also save one every STEPS steps")
     add("--resume", type=Path, metavar="DIR", help="continue from the last checkpoint in DIR")
     add("--trace", type=Path, metavar="FILE", help="write a timeline for chrome://tracing")
-    add("--json", type=Path, metavar="FILE", help="write losses, memory and traffic to FILE")
     add("--no-monitor", action="store_true", help="do not read MPI's own counters")
 
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from collectives import Communicator
-from parallel.cli import device_namespace
 from parallel.layout import Layout, Recipe
 from parallel.mesh import AXES, ROW_AXES, Mesh
 from parallel.nn import Model
 from parallel.optim import SGD, Adam, AdamW, Disk, HostMemory, Storage
+from parallel.options import device_namespace
 from parallel.run import Trainer
 from parallel.sharding import HalfPrecision, Int8Blocks, PowerSGD, Sharding, choose_group_size
 from parallel.strategies import AsyncParameterServer, Elastic, SyncParameterServer

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -14,46 +12,44 @@ from typing import Any
 from rich.console import Console
 
 from collectives import Communicator
-from parallel import checkpoint, cli, text
+from collectives.console import Refused, refusing, write_json
+from parallel import checkpoint, text
 from parallel.accounts import TrafficMismatch, TrafficTable
 from parallel.commands.models import SpecOf, dense_spec
 from parallel.commands.rank_report import RankReport, differences
-from parallel.commands.ranks import InvalidRun, on_ranks, preparing, running, training_world
+from parallel.commands.ranks import on_ranks, running, training_world
+from parallel.commands.tables import print_hosts, print_pipeline, print_rank_reports, print_traffic
 from parallel.commands.training import Training
 from parallel.pipeline import simulate
 from parallel.strategies import survive
 
 
-def train(
-    parse: argparse.ArgumentParser, options: argparse.Namespace, spec_of: SpecOf = dense_spec
-) -> int:
+def train(options: argparse.Namespace, spec_of: SpecOf = dense_spec) -> int:
     """Train as a command line says, on all ranks; print the results and return the exit status.
 
     Parameters
     ----------
-    parse : ArgumentParser
-        A `training_parser`, to which options may have been added.
     options : Namespace
-        The options that the parser has read.
+        The options of `add_training_options`, and others.
     spec_of : function
         Called on each rank with the options and the number of ranks; returns the model that they
         describe, or raises ValueError if they do not go together.
     """
     run = partial(train_on_rank, options=options, spec_of=spec_of)
-    return on_ranks(parse, options, run, partial(training_world, options))
+    return on_ranks(options, run, partial(training_world, options))
 
 
 def train_on_rank(comm: Communicator, options: argparse.Namespace, spec_of: SpecOf) -> int:
-    """Train on one rank; return the exit status.  Raise InvalidRun before the first step."""
+    """Train on one rank; return the exit status.  Raise Refused before the first step."""
     make = partial(Training, options=options, spec_of=spec_of, job=comm)
-    with preparing():
+    with refusing():
         training = survive(comm, make, is_elastic=options.strategy == "elastic")
     with running(options):
         try:
             table = training.run()
             training.strategy.close()
         except checkpoint.LoadFailed as error:  # on all ranks: none waits
-            raise InvalidRun(str(error)) from error
+            raise Refused(str(error)) from error
     return report(training, table) if training.comm.rank == 0 else 0
 
 
@@ -65,13 +61,9 @@ def report(training: Training, table: TrafficTable | None) -> int:
         f" unigram entropy {outcome['unigram_entropy']:.4f}; {training.seconds:.2f} s,"
         f" {outcome['tokens_per_second']:.0f} tokens/s"
     )
-    console.print("\n".join([*training.strategy.summary_lines(), ""]), markup=False)
+    console.print("\n".join([*training.strategy.summary_lines(), ""]))
     status = report_bytes(training, table)
-    if training.options.json is not None:
-        # JSON has no numbers that are not finite: null stands for them.
-        words = json.dumps(outcome, default=os.fspath)
-        outcome = json.loads(words, parse_constant=lambda number: None)
-        training.options.json.write_text(json.dumps(outcome, indent=1) + "\n")
+    write_json(outcome, training.options.json)
     return status
 
 
@@ -105,15 +97,15 @@ def report_bytes(training: Training, table: TrafficTable | None) -> int:
             f"{' No timeline, for the same reason.' if options.trace else ''}"
         )
         return 0
-    cli.print_rank_reports([report.memory | report.moved for report in training.reports], console)
-    cli.print_traffic(table, console)
+    print_rank_reports([report.memory | report.moved for report in training.reports], console)
+    print_traffic(table, console)
     mesh = training.strategy.mesh
     hosts = mesh.hosts(options.ranks_per_host)
     if hosts.num_hosts > 1:
-        cli.print_hosts(table, mesh.axes, hosts, console)
+        print_hosts(table, mesh.axes, hosts, console)
     if training.rank_times:
         bubble = simulate(training.strategy.stages.schedule).fractions[0]
-        cli.print_pipeline(training.rank_times, float(bubble), console)
+        print_pipeline(training.rank_times, float(bubble), console)
     return print_verdict(table, training.reports, console)
 
 
@@ -127,7 +119,7 @@ def print_verdict(table: TrafficTable, reports: Sequence[RankReport], console: C
         return 1
     wrong = "; ".join(differences(reports))
     good = "memory: formula = counted, to the byte; parameters: equal, to the bit"
-    console.print(f"these differ: {wrong}" if wrong else good, markup=False)
+    console.print(f"these differ: {wrong}" if wrong else good)
     return 1 if wrong else 0
 
 
@@ -139,6 +131,6 @@ def print_check(table: TrafficTable, console: Console) -> bool:
     try:
         console.print(table.check())
     except TrafficMismatch as mismatch:
-        console.print(f"TrafficMismatch: {mismatch}", markup=False)
+        console.print(f"TrafficMismatch: {mismatch}")
         return False
     return True

@@ -14,51 +14,36 @@ import numpy as np
 
 import collectives
 from collectives import Communicator
+from collectives.console import Refused, console_for
 from parallel.accounts import TrafficMonitor
-from parallel.cli import console_of
-
-
-class InvalidRun(Exception):  # noqa: N818
-    """The arguments do not go together.  Raised on all ranks, with the same message."""
 
 
 def on_ranks(
-    parse: argparse.ArgumentParser,
     options: argparse.Namespace,
     run: Callable[[Communicator], int],
     world: Callable[[], Communicator] = collectives.world,
 ) -> int:
     """Call `run` on each rank; return the exit status.
 
-    After an `InvalidRun` rank 0 prints its message, and the program exits with status 2.
+    If `run` raises Refused, on all ranks, only the first rank says why.
 
     Parameters
     ----------
-    parse : ArgumentParser
-        The parser of the command.
     options : Namespace
-        The options that the parser has read.  With ``threads``, ranks are threads.
+        The options of the command.  With ``threads``, ranks are threads.
     run : function
         Called with the communicator; returns the exit status.
     world : function
         Returns the communicator of the ranks of an MPI job.
     """
-    is_first = options.threads is not None or collectives.world().rank == 0
-    try:
-        if options.threads is None:
-            return run(world())
+    if options.threads is not None:
         return collectives.run(run, size=options.threads, timeout=None)[0]
-    except InvalidRun as error:
-        parse.exit(2, f"{parse.prog}: {error}\n" if is_first else None)
-
-
-@contextmanager
-def preparing() -> Iterator[None]:
-    """Return a context manager that raises InvalidRun in place of ValueError."""
     try:
-        yield
-    except ValueError as error:
-        raise InvalidRun(str(error)) from error
+        return run(world())
+    except Refused:
+        if collectives.world().rank != 0:
+            raise SystemExit(2) from None
+        raise
 
 
 @contextmanager
@@ -69,7 +54,7 @@ def running(options: argparse.Namespace) -> Iterator[None]:
     """
     try:
         yield
-    except InvalidRun:  # on all ranks: none waits
+    except Refused:  # on all ranks: none waits
         raise
     except BaseException as error:
         if options.threads is None:
@@ -93,7 +78,7 @@ def training_world(options: argparse.Namespace) -> Communicator:
     comm = collectives.world()
     if options.device == "cpu" or options.no_monitor or not has_counters(comm):
         return with_progress(comm, wanted)
-    console_of(comm.rank).print(
+    console_for(comm.rank).print(
         "Messages are staged in host memory, where MPI counts them; with --no-monitor ranks read"
         " each other's GPUs."
     )
@@ -113,7 +98,7 @@ def with_progress(
     """Return `comm`, or one whose calls continue in a thread, as is `wanted` (``--progress``).
 
     `device` is the device of `comm`; see `collectives.world`.  All ranks call this.  Raises
-    InvalidRun if the MPI cannot be called from several threads.
+    Refused if the MPI cannot be called from several threads.
     """
     if wanted == "auto":
         are_free = comm.all_gather(np.array([has_free_core(comm)])).all()
@@ -123,7 +108,7 @@ def with_progress(
     try:
         return collectives.world(progress="thread", device=device)
     except RuntimeError as error:
-        raise InvalidRun(str(error)) from error
+        raise Refused(str(error)) from error
 
 
 def has_free_core(comm: Communicator) -> bool:

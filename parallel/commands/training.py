@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import collectives
 from collectives import Communicator, Ledger
-from collectives.export import unwritable
-from parallel import checkpoint, cli, text
+from collectives.console import console_for, is_quiet, unwritable
+from parallel import checkpoint, text
 from parallel.accounts import (
     Event,
     PredictedCall,
@@ -28,6 +28,7 @@ from parallel.accounts import (
 from parallel.commands import presets
 from parallel.commands.models import SpecOf, dense_spec
 from parallel.commands.rank_report import RankReport, gather_reports
+from parallel.commands.tables import training_progress
 from parallel.nn import Model, context_positions
 from parallel.run import Trainer, agreement
 from parallel.sharding import Sharding
@@ -49,7 +50,7 @@ class Training:
         job: Communicator | None = None,
     ) -> None:
         options = argparse.Namespace(**vars(options))  # ranks may be threads that share `options`
-        self.comm, self.options, self.console = comm, options, cli.console_of(comm.rank)
+        self.comm, self.options, self.console = comm, options, console_for(comm.rank, options)
         self.monitor = TrafficMonitor(job or comm, is_wanted=not options.no_monitor)
         self.timeline = Timeline(comm, self.monitor.phase)
         with self.together("reading the text and the options"):
@@ -119,11 +120,11 @@ class Training:
     def all_steps(self) -> None:
         """Make and time all steps, with progress on the first rank."""
         o, first = self.options, self.checkpoints.first
-        with cli.progress(self.console, o.steps) as show_done:
+        with training_progress(self.console, o.steps) as show_done:
 
             def show(done: int, loss: float) -> None:
                 self.times.append(time.perf_counter())
-                self.console.quiet = self.strategy.rank != 0  # the first rank may have died
+                self.console.quiet = is_quiet(self.strategy.rank, o)  # the first rank may have died
                 show_done(done, loss)
                 if done in self.checkpoints.steps_to_save and done < o.steps:
                     checkpoint.save(self.strategy, o.save, done)
@@ -144,7 +145,7 @@ class Training:
     def account(self, ledger: Ledger, comm: Communicator) -> TrafficTable | None:
         """Return the result of `run`; `comm` has the ranks that are alive."""
         self.comm = comm
-        self.console.quiet = comm.rank != 0
+        self.console.quiet = is_quiet(comm.rank, self.options)
         if self.num_dead:
             return None
         if self.options.trace is not None:

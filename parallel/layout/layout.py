@@ -29,12 +29,9 @@ class BatchSize(NamedTuple):
 class Layout:
     """How the ranks of a mesh divide the training of a model: a value, without arrays.
 
-    Nothing is sent or allocated, so that the ranks of the mesh need not exist.
-
-    Parameters
-    ----------
-    mesh, model, recipe, sharding, schedule, algorithm
-        As in `parallel.Trainer`, which says what is raised.
+    Nothing is sent or allocated, so that the ranks of the mesh need not exist.  The arguments
+    `mesh`, `model`, `recipe`, `sharding`, `schedule` and `algorithm` are those of
+    `parallel.Trainer`, which says what is raised.
 
     Attributes
     ----------

@@ -1,9 +1,9 @@
 """Draw pipeline schedules and compare them.
 
-    python -m parallel.pipeline show 1f1b --stages 4 --micro-batches 8 --svg 1f1b.svg
-    python -m parallel.pipeline show schedule.csv --messages
-    python -m parallel.pipeline compare --stages 4 --micro-batches 8 --times 1:1:1
-    python -m parallel.pipeline formulas
+    ring pipeline show 1f1b --stages 4 --micro-batches 8 --svg 1f1b.svg
+    ring pipeline show schedule.csv --messages
+    ring pipeline compare --stages 4 --micro-batches 8 --times 1:1:1
+    ring pipeline formulas
 
 Nothing is computed or sent.  Times are those of F, I and W of one stage: forward, and the halves of
 backward, for the input and for the weights.  In a grid a column is the longest time of which all
@@ -14,12 +14,23 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
-from collectives.export import output_file
-from parallel import cli
+from rich.console import Console
+
+from collectives.console import (
+    Command,
+    Number,
+    Table,
+    add_output_options,
+    at_least,
+    console_for,
+    output_file,
+    refusing,
+    write_json,
+)
 from parallel.pipeline.messages import with_messages
 from parallel.pipeline.picture import grid, in_time, svg
 from parallel.pipeline.schedule import Schedule
@@ -30,20 +41,15 @@ from parallel.pipeline.times import Times
 from parallel.pipeline.validation import validate
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line asks for; return the exit status."""
-    parse = parser()
-    options = parse.parse_args(arguments)
-    try:
-        lines = COMMANDS[options.command](options)
-    except (OSError, ValueError) as error:
-        parse.exit(2, f"{parse.prog}: {error}\n")
-    cli.console_of(0).print("\n".join(lines), markup=False, soft_wrap=True)
+def run(options: argparse.Namespace) -> int:
+    """Do what the options ask for; return the exit status."""
+    with refusing():
+        COMMANDS[options.command](options, console_for(0, options))
     return 0
 
 
-def show(options: argparse.Namespace) -> list[str]:
-    """Return the grid of a schedule and what it costs; write the files that are asked for."""
+def show(options: argparse.Namespace, console: Console) -> None:
+    """Print the grid of a schedule and what it costs; write the files that are asked for."""
     schedule = schedule_of(options)
     validate(schedule)
     simulation = simulate(schedule, options.times)
@@ -52,11 +58,13 @@ def show(options: argparse.Namespace) -> list[str]:
         options.svg.write_text(svg(simulation, title_of(schedule)))
     if options.csv is not None:
         write_csv(lists, options.csv)
-    return [
-        title_of(schedule),
-        grid(lists) if options.messages else in_time(simulation),
-        *facts(simulation),
-    ]
+    console.print(title_of(schedule))
+    drawn = grid(lists) if options.messages else in_time(simulation)
+    console.print(drawn, soft_wrap=True)
+    facts = facts_of(simulation)
+    for name, value in facts.items():
+        console.print(f"{name}: {value}")
+    write_json({"schedule": schedule.name, **facts}, options.json)
 
 
 def schedule_of(options: argparse.Namespace) -> Schedule:
@@ -75,54 +83,47 @@ def title_of(schedule: Schedule) -> str:
     )
 
 
-def facts(simulation: Simulation) -> list[str]:
-    """Return what a schedule costs."""
+def facts_of(simulation: Simulation) -> dict[str, str]:
+    """Return what a schedule costs, by what it is."""
     ranks = range(simulation.schedule.num_ranks)
     of_total, of_ideal = simulation.fractions
-    lines = [
-        f"time {simulation.makespan}, bubble {simulation.bubble}: {float(of_total):.1%} of the"
+    facts = {
+        "time": f"{simulation.makespan}, bubble {simulation.bubble}: {float(of_total):.1%} of the"
         f" total, {float(of_ideal):.1%} of the work",
-        f"activations kept, by rank: {' '.join(str(simulation.live(rank)) for rank in ranks)}",
-        f"messages sent, by rank: {' '.join(map(str, simulation.num_messages))}",
-    ]
+        "activations kept, by rank": " ".join(str(simulation.live(rank)) for rank in ranks),
+        "messages sent, by rank": " ".join(map(str, simulation.num_messages)),
+    }
     if simulation.schedule.is_asynchronous:
         alive = " ".join(str(simulation.versions(rank)[1]) for rank in ranks)
-        lines.append(f"versions of parameters kept, by rank: {alive}")
-    return lines
+        facts["versions of parameters kept, by rank"] = alive
+    return facts
 
 
-def compare(options: argparse.Namespace) -> list[str]:
-    """Print a table of all schedules; return why some are not in it."""
+def compare(options: argparse.Namespace, console: Console) -> None:
+    """Print a table of all schedules, and why some are not in it."""
     p, m = options.stages, options.micro_batches
-    table = cli.table_with(
+    table = Table(
         "schedule",
-        numbers=[
-            "stages",
-            "time",
-            "bubble",
-            "formula",
-            "published",
-            "of total",
-            "of work",
-            "kept",
-            "versions",
-            "messages",
-        ],
+        *(Number("time", ".2f"), Number("bubble", ".2f"), Number("formula", ".2f")),
+        *(Number("of total", ".1%"), Number("kept", ".2f"), Number("messages")),
+        *(Number("stages"), Number("published", ".2f"), Number("of work", ".1%")),
+        Number("versions"),
     )
     left_out = []
     for name, info in SCHEDULES.items():
         try:
             schedule = make(name, p, m)
         except ValueError as error:
-            left_out.append(f"{error}")
+            left_out.append(str(error))
             continue
-        table.add_row(name, *row(simulate(schedule, options.times), info))
-    console = cli.console_of(0)
+        table.add(name, *row(simulate(schedule, options.times), info))
     console.print(
         f"{p} ranks, {m} micro-batches, F : I : W = {':'.join(map(str, options.times[:3]))}"
     )
-    cli.print_table(table, console)
-    return [*LEGEND, *left_out]
+    table.print(console)
+    for line in (*LEGEND, *left_out):
+        console.print(line)
+    write_json({"schedules": table.as_dicts(), "left_out": left_out}, options.json)
 
 
 LEGEND = (
@@ -132,59 +133,50 @@ LEGEND = (
 )
 
 
-def row(simulation: Simulation, info: ScheduleInfo) -> list[str]:
-    """Return the numbers of a schedule; times and activations in units of one of P stages."""
+def row(simulation: Simulation, info: ScheduleInfo) -> Iterator[float | str]:
+    """Yield the numbers of a schedule; times and activations in units of one of P stages."""
     schedule, p = simulation.schedule, simulation.schedule.num_ranks
     share, m = Fraction(p, schedule.num_stages), schedule.num_micro_batches
     case = p, m, schedule.num_stages // p, simulation.times
     published = info.published or info.bubble
-    by_formula = [f"{float(x.of(*case) * share):g}" for x in (info.bubble, published)]
-    kept = max(simulation.live(rank) for rank in range(p))
-    versions = max(simulation.versions(r)[1] for r in range(p)) if schedule.is_asynchronous else 1
-    numbers = [simulation.makespan * share, simulation.bubble * share]
-    return [
-        str(schedule.num_stages),
-        *(f"{float(x):g}" for x in numbers),
-        by_formula[0] if info.bubble.holds(*case) else "-",
-        by_formula[1],
-        *(f"{float(x):.1%}" for x in simulation.fractions),
-        f"{float(kept * share):g}",
-        str(versions),
-        str(sum(simulation.num_messages)),
-    ]
+    of_total, of_work = map(float, simulation.fractions)
+    yield float(simulation.makespan * share)
+    yield float(simulation.bubble * share)
+    yield float(info.bubble.of(*case) * share) if info.bubble.holds(*case) else "-"
+    yield of_total
+    yield float(max(simulation.live(rank) for rank in range(p)) * share)
+    yield sum(simulation.num_messages)
+    yield schedule.num_stages
+    yield float(published.of(*case) * share)
+    yield of_work
+    yield max(simulation.versions(r)[1] for r in range(p)) if schedule.is_asynchronous else 1
 
 
-def formulas(options: argparse.Namespace) -> list[str]:
-    """Print what each schedule costs, as text; return what the letters mean."""
-    table = cli.table_with(
-        "schedule",
-        "what it is",
-        "source",
-        "stages of a rank",
-        "bubble",
-        "if",
-        "published bubble",
-        "activations kept",
-        "messages",
-        "needs",
-        numbers=[],
+def formulas(options: argparse.Namespace, console: Console) -> None:
+    """Print what each schedule costs, as text, and what the letters mean."""
+    tables = (
+        Table("schedule", "what it is", "source"),
+        Table("schedule", "stages of a rank", "bubble", "if", "published bubble"),
+        Table("schedule", "activations kept", "messages", "needs"),
     )
     for name, info in SCHEDULES.items():
         chunks = "v" if name == "interleaved" else str(info.num_chunks)
         published = (info.published or info.bubble).text
-        bubble = info.bubble.text, info.bubble.condition
-        cells = info.title, info.source, chunks, *bubble, published, info.kept.text
-        table.add_row(name, *cells, info.messages.text, info.needs)
-    cli.print_table(table, cli.console_of(0))
-    return [
-        "P ranks, m micro-batches, v stages on a rank, r the number of a rank.",
-        "F, I, W: the times of forward and of the two halves of backward of one stage; B = I + W;",
-        "F&B: that of an F and a B that overlap.  Bubble: of the rank that waits longest, between",
-        "its first and its last action.  Kept: from F to B or W, of one stage and micro-batch.",
-    ]
+        tables[0].add(name, info.title, info.source)
+        tables[1].add(name, chunks, info.bubble.text, info.bubble.condition, published)
+        tables[2].add(name, info.kept.text, info.messages.text, info.needs)
+    for table in tables:
+        table.print(console)
+    console.print(
+        "P ranks, m micro-batches, v stages on a rank, r the number of a rank.  F, I, W: the times"
+        " of forward and of the two halves of backward of one stage; B = I + W; F&B: that of an F"
+        " and a B that overlap.  Bubble: of the rank that waits longest, between its first and its"
+        " last action.  Kept: from F to B or W, of one stage and micro-batch."
+    )
+    write_json([row for table in tables for row in table.as_dicts()], options.json)
 
 
-COMMANDS: dict[str, Callable[[argparse.Namespace], list[str]]] = {
+COMMANDS: dict[str, Callable[[argparse.Namespace, Console], None]] = {
     "show": show,
     "compare": compare,
     "formulas": formulas,
@@ -202,15 +194,14 @@ def times_of(word: str) -> Times:
     return Times(forward, backward_input, backward_weight)
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parse = argparse.ArgumentParser("python -m parallel.pipeline", description=__doc__)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the commands and their options."""
     commands = parse.add_subparsers(dest="command", required=True)
-    positive = cli.at_least(1)
-    commands.add_parser("formulas", help="what each schedule costs")
+    positive = at_least(1)
+    add_output_options(commands.add_parser("formulas", help="what each schedule costs"))
     for name, words in (("show", "draw one schedule"), ("compare", "a table of all schedules")):
-        add = commands.add_parser(name, help=words).add_argument
+        command = commands.add_parser(name, help=words)
+        add = command.add_argument
         if name == "show":
             add("schedule", help=f"{', '.join(SCHEDULES)}, or a CSV file as PyTorch writes it")
             add("--chunks", type=positive, help="stages on a rank; of interleaved only")
@@ -231,8 +222,10 @@ def parser() -> argparse.ArgumentParser:
             metavar="F:I:W",
             help="of a stage; default: 1:1:1",
         )
-    return parse
+        add_output_options(command)
 
+
+COMMAND = Command("parallel.pipeline", __doc__, add_options, run)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

@@ -1,7 +1,7 @@
 """List ways to train a large model: memory, traffic, bubble and time of a step.
 
-    python -m parallel.plan
-    python -m parallel.plan --layers 32 --hidden 4096 --heads 32 --hosts 8x8 --gpu-memory 80G
+    ring plan
+    ring plan --layers 32 --hidden 4096 --heads 32 --hosts 8x8 --gpu-memory 80G
 
 By default the model is GPT-3, on 1024 GPUs.  Rows are the fastest layouts that fit into memory,
 then the best that use ZeRO-3 alone.  The numbers are those of the rank with the most; times are of
@@ -16,7 +16,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from parallel import cli
+from collectives.console import (
+    Command,
+    Number,
+    Table,
+    add_output_options,
+    at_least,
+    console_for,
+    number,
+    refusing,
+    write_json,
+)
+from parallel.options import add_shared
 from parallel.plan.candidates import Candidate, Job, Machine, candidates_for
 from parallel.plan.cost import Cost, cost_of
 
@@ -24,16 +35,12 @@ HOSTS, ON_EACH = 128, 8  # hosts, and GPUs on each, if the user names none
 YEAR = 365.25 * 24 * 3600
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the table that the command line asks for; return the exit status."""
-    parse = parser()
-    options = parse.parse_args(arguments)
-    try:
+def run(options: argparse.Namespace) -> int:
+    """Print the tables that the options ask for; return the exit status."""
+    with refusing():
         job, machine = wanted(options)
         layouts = every_candidate(job, machine)
-    except ValueError as error:
-        parse.exit(2, f"{parse.prog}: {error}\n")
-    console = cli.console_of(0)
+    console = console_for(0, options)
     costs = [(cost_of(job, candidate, machine), candidate) for candidate in layouts]
     fitting = sorted(
         (pair for pair in costs if pair[0].memory <= machine.memory), key=lambda x: x[0].seconds
@@ -45,19 +52,25 @@ def main(arguments: list[str] | None = None) -> int:
         f"{job.num_parameters / 1e9:.1f} G parameters, {job.flops:.3g} operations a step,"
         f" {len(costs)} layouts, of which {len(fitting)} fit into {machine.memory / 1e9:g} GB"
     )
-    table = cli.table_with("pipe x data x tensor", "ZeRO", "recompute", "schedule", numbers=HEADS)
+    table = layout_table()
     for cost, candidate in fitting[: options.rows]:
-        table.add_row(*words(candidate), *numbers(job, machine, cost, candidate))
-    console.print(zero_alone(job, machine, table))
-    cli.print_table(table, console)
+        add_layout(table, job, machine, cost, candidate)
+    console.print(
+        "p x d x t: ranks along pipe, data and tensor; rows: of a micro-batch; in GB: states and"
+        " activations of a rank, and what it sends along each axis.  "
+        + zero_alone(job, machine, table)
+    )
+    table.print(console)
     years = 8 * options.tokens * job.num_parameters / options.flops / YEAR
     console.print(
         f"{options.tokens:g} tokens with full recomputation: {years:.0f} years of one GPU,"
         f" {years / machine.num_ranks * 365.25:.0f} days of all"
     )
-    console.print("What each axis divides:")
-    cli.print_table(divided_by_axis(job), console)
-    console.print(WHY, markup=False)
+    console.print("What each axis divides, in GB:")
+    divided = divided_by_axis(job)
+    divided.print(console)
+    console.print(WHY)
+    write_json({"layouts": table.as_dicts(), "axes": divided.as_dicts()}, options.json)
     return 0
 
 
@@ -104,7 +117,7 @@ def every_candidate(job: Job, machine: Machine) -> list[Candidate]:
     )
 
 
-def zero_alone(job: Job, machine: Machine, table: Any) -> str:
+def zero_alone(job: Job, machine: Machine, table: Table) -> str:
     """Add the fastest candidate of ZeRO-3 alone to a table; return a sentence about it."""
     batch = -(-job.batch // machine.num_ranks) * machine.num_ranks
     larger = replace(job, batch=batch)
@@ -115,53 +128,35 @@ def zero_alone(job: Job, machine: Machine, table: Any) -> str:
     fitting = [pair for pair in costs if pair[0].memory <= machine.memory]
     if not fitting:
         return "ZeRO-3 alone does not fit."
-    cost, candidate = min(fitting, key=lambda x: x[0].seconds)
-    table.add_row(*words(candidate), *numbers(larger, machine, cost, candidate))
+    add_layout(table, larger, machine, *min(fitting, key=lambda x: x[0].seconds))
     return f"The last row is ZeRO-3 alone, with a batch of {batch} rows."
 
 
-HEADS = (
-    "rows",
-    "states GB",
-    "activations GB",
-    "tensor GB",
-    "data GB",
-    "pipe GB",
-    "bubble",
-    "step s",
-    "TFLOP/s",
-)
+def layout_table() -> Table:
+    """Return a table without rows: how layouts divide the model, what they take, keep and send."""
+    return Table(
+        *("#", "p x d x t", Number("ZeRO"), "schedule", "recompute", Number("rows")),
+        *(Number("step s", ".2f"), Number("bubble", ".1%"), Number("TFLOP/s", ".0f")),
+        *(Number(what, ".2f") for what in ("states", "activations", *SENT_AXES)),
+    )
 
 
-def words(candidate: Candidate) -> list[str]:
-    """Return the name of a candidate for the table."""
-    axes = f"{candidate.pipe} x {candidate.data} x {candidate.tensor}"
-    return [
-        axes,
-        str(candidate.zero),
-        candidate.recompute,
-        candidate.schedule if candidate.pipe > 1 else "",
-    ]
+def add_layout(table: Table, job: Job, machine: Machine, cost: Cost, layout: Candidate) -> None:
+    """Add a row to a table of layouts."""
+    table.add(
+        *(str(len(table.rows) + 1), f"{layout.pipe}x{layout.data}x{layout.tensor}", layout.zero),
+        *(layout.schedule if layout.pipe > 1 else "", layout.recompute, layout.micro_batch),
+        *(cost.seconds, cost.bubble, job.flops / cost.seconds / machine.num_ranks / 1e12),
+        *(x / 1e9 for x in (cost.states, cost.activations)),
+        *(cost.sent[axis] / 1e9 for axis in SENT_AXES),
+    )
 
 
-def numbers(job: Job, machine: Machine, cost: Cost, candidate: Candidate) -> list[str]:
-    """Return the numbers of a candidate for the table."""
-    sent = [cost.sent[axis] for axis in ("tensor", "data", "pipe")]
-    gigabytes = [f"{x / 1e9:.2f}" for x in (cost.states, cost.activations, *sent)]
-    speed = job.flops / cost.seconds / machine.num_ranks / 1e12
-    return [
-        str(candidate.micro_batch),
-        *gigabytes,
-        f"{cost.bubble:.1%}",
-        f"{cost.seconds:.2f}",
-        f"{speed:.0f}",
-    ]
-
-
+SENT_AXES = ("tensor", "data", "pipe")
 KEPT = ("parameters", "gradients", "master", "optimizer")
 
 
-def divided_by_axis(job: Job) -> Any:
+def divided_by_axis(job: Job) -> Table:
     """Return a table of what eight ranks along each axis divide, in GB of the rank with the most.
 
     The last column is what a rank sends along ``data`` in a step.
@@ -177,19 +172,19 @@ def divided_by_axis(job: Job) -> Any:
         "pipe=8, data=8, ZeRO-1": Candidate(8, 8, 1, 1, 1),
         "pipe=8, data=8, ZeRO-2": Candidate(8, 8, 1, 2, 1),
     }
-    table = cli.table_with("in GB", numbers=(*KEPT, "activations", "sent for data"))
+    table = Table("ranks", *(Number(head, ".1f") for head in (*KEPT, "activations", "sent")))
     for title, candidate in rows.items():
         if candidate.pipe > min(job.num_layers, candidate.num_micro_batches(job)):
             continue
         cost = cost_of(job, candidate, machine)
         parts = *(cost.kept[name] for name in KEPT), cost.activations, cost.sent["data"]
-        table.add_row(title, *(f"{x / 1e9:.1f}" for x in parts))
+        table.add(title, *(x / 1e9 for x in parts))
     return table
 
 
 WHY = (
     "ZeRO-2 saves little under a pipeline: a rank has the gradients of its stage only, two bytes of"
-    " sixteen, and\nwould send them for every micro-batch instead of once."
+    " sixteen, and would send them for every micro-batch instead of once."
 )
 
 
@@ -209,18 +204,11 @@ def pair(separator: str, kind: type) -> Callable[[str], tuple[Any, Any]]:
     return parse
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parse = argparse.ArgumentParser("python -m parallel.plan", description=__doc__)
-    parse.formatter_class = argparse.RawDescriptionHelpFormatter
-    add, positive = parse.add_argument, cli.at_least(1)
-    add("--layers", type=positive, default=96, help="number of blocks; default: %(default)s")
-    add("--hidden", type=positive, default=12288, help="width; default: %(default)s")
-    add("--heads", type=positive, default=96, help="attention heads; default: %(default)s")
-    add("--context", type=positive, default=2048, help="tokens of a row; default: %(default)s")
-    add("--vocab-size", type=positive, default=51200, help="default: %(default)s")
-    add("--batch", type=positive, default=1536, help="rows of all ranks; default: %(default)s")
-    add("--ranks", type=positive, help="number of GPUs; default: those of the hosts")
+def add_options(parse: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    add = parse.add_argument
+    add_shared(add, layers=96, hidden=12288, heads=96, context=2048, vocab_size=51200, batch=1536)
+    add_shared(add, {"ranks": "number of GPUs; default: those of the hosts"}, ranks=None)
     add(
         "--hosts",
         type=pair("x", int),
@@ -228,14 +216,8 @@ def parser() -> argparse.ArgumentParser:
         help=f"hosts, and GPUs on each; default: {HOSTS}x{ON_EACH}, or hosts of {ON_EACH} for"
         " --ranks",
     )
-    add("--gpu-memory", type=cli.number, default=80e9, metavar="BYTES", help="default: 80G")
-    add(
-        "--flops",
-        type=cli.number,
-        default=150e12,
-        metavar="N",
-        help="operations a second that a GPU reaches; default: 150T",
-    )
+    add("--gpu-memory", type=number, default=80e9, metavar="BYTES", help="default: 80G")
+    add_shared(add, flops=150e12)
     add(
         "--links",
         type=pair(":", float),
@@ -243,10 +225,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="W:B",
         help="GB/s of a rank within a host and between hosts; default: 250:25",
     )
-    add("--tokens", type=cli.number, default=300e9, metavar="N", help="of a run; default: 300G")
-    add("--rows", type=positive, default=10, help="layouts to list; default: %(default)s")
-    return parse
+    add("--tokens", type=number, default=300e9, metavar="N", help="of a run; default: 300G")
+    add("--rows", type=at_least(1), default=10, help="layouts to list; default: %(default)s")
+    add_output_options(parse)
 
+
+COMMAND = Command("parallel.plan", __doc__, add_options, run)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(COMMAND.main())

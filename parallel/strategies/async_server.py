@@ -60,7 +60,9 @@ class AsyncParameterServer(Trainer):
 
     Parameters
     ----------
-    comm, algorithm
+    comm : Communicator
+        As in `SyncParameterServer`.
+    algorithm : str
         As in `SyncParameterServer`.
     staleness_bound : int, optional
         How many steps a worker may be ahead of the slowest, at least 0: the server delays its

@@ -55,8 +55,8 @@ class Elastic(Trainer):
     ----------
     comm : Communicator
         A communicator of an MPI that was started with fault tolerance.
-    algorithm, phase
-        As in `Trainer`, like the arguments after `comm`.
+    algorithm : str
+        As in `Trainer`, like the arguments after `comm`, and `phase`.
     kill : (int, int), optional
         For demonstrations: a rank, and the step in whose middle this rank kills its process.
     sharding
@@ -86,7 +86,7 @@ class Elastic(Trainer):
         if not comm.can_shrink:
             raise ValueError(
                 "the elastic strategy needs an Open MPI that was started with fault tolerance: "
-                "python -m collectives.launch --fault-tolerant"
+                "ring launch --fault-tolerant"
             )
         victim, last_step = kill or (0, None)
         if victim >= comm.size:

@@ -21,6 +21,7 @@ from collectives.schedule import Copy, Recv, RecvReduce, Round, Send
 from collectives.selection import select
 from collectives.selection.decisions import Decisions, Measured, Ranks
 from collectives.selection.decisions import Row as Best
+from docs.generate.__main__ import COMMAND as DOCS
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +85,7 @@ def test_it_has_its_place_in_grids_benchmarks_and_documents(tmp_path: Any) -> No
         "0     >1:0     <1:0",
         "1     +0:0     >0:0",
     ]
-    assert main(["docs", "--root", str(tmp_path)]) == 0
+    assert DOCS.main(["--root", str(tmp_path)]) == 0
     page = (tmp_path / "docs" / "algorithms" / "all_reduce.md").read_text()
     assert "## line\n\nAlong the line of ranks and back again." in page
     assert "| [line](#line) | counted |" in page
@@ -446,7 +447,7 @@ def test_a_module_that_cannot_be_imported_is_refused(
     if text is not None:
         (tmp_path / "some_module.py").write_text(text)
     with pytest.raises(SystemExit) as stop:
-        main(["--import", "some_module", "docs", "--check"])
+        main(["--import", "some_module", "all_reduce"])
     assert stop.value.code == 2
     assert f"cannot import some_module: {sentence}" in capsys.readouterr().err
 

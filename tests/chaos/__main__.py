@@ -21,7 +21,7 @@ from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives.simulate import table
+from collectives.console import Table
 from tests.chaos.drawing import FAULTS, Job, draw
 from tests.chaos.injecting import HANG_SECONDS, ROOT, Running
 from tests.chaos.judging import Verdict, judge, was_too_slow
@@ -141,14 +141,18 @@ def show(environments: list[Environment], found: list[Totals]) -> None:
     heads = ["fault"]
     for each in environments:
         name = NAMES.get(each.vendor, each.vendor)
-        heads += [f"{name}{', PyTorch' * each.has_torch}: faults", "survived"]
+        label = f"{name}{', PyTorch' * each.has_torch}"
+        heads += [f"{label}: faults", f"{label}: survived"]
     titles = list(dict.fromkeys(fault.title for fault in FAULTS.values()))
     rows = [
         [title, *(str(n[title]) for t in found for n in (t.reached, t.survived))]
         for title in titles
     ]
     rows.append(["all", *(str(n.total()) for t in found for n in (t.reached, t.survived))])
-    print(*table(heads, rows), sep="\n")
+    table = Table(*heads)
+    for row in rows:
+        table.add(*row)
+    print(*table.lines(), sep="\n")
     for each in environments:
         if not each.has_torch:
             print(f"not run: PyTorch is not installed for {each.python}")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.oracle import expected
+from bench.workloads.expected import expected
 from collectives import Communicator
 from parallel import Mesh, Recipe, Sharding, Trainer, checkpoint, text
 from parallel.nn import gpt

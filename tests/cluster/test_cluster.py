@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.jobs import environment
+from bench.commands.jobs import environment
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch.mpirun import find_mpirun
 from tests.cluster.network import Cluster, cluster, namespaces

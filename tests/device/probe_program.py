@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from collectives.doctor.__main__ import report
+from collectives.doctor.__main__ import COMMAND, report
 from collectives.doctor.device_pointers import device_pointers
 from collectives.doctor.exchange import run
 from tests.fake_device import BACKEND
@@ -41,7 +41,8 @@ def main(fault: str, seconds: float) -> int:
     """Start the job, or be one of its ranks."""
     if seconds == 0:
         return run(Faulty(MPI.COMM_WORLD, fault), BACKEND)
-    return report([device_pointers([__file__, fault, "0"], seconds)])
+    finding = device_pointers([__file__, fault, "0"], seconds)
+    return report([finding], COMMAND.parser().parse_args([]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
-from bench.jobs import environment
+from bench.commands.jobs import environment
 from collectives.launch import launch
 from tests.device.programs import Programs
 from tests.gpu.test_devices import Job, check, jobs_of

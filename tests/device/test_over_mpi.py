@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.jobs import environment
+from bench.commands.jobs import environment
 from collectives.doctor import Level
 from collectives.doctor.device_pointers import device_pointers
 from collectives.launch import launch

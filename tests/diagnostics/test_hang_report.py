@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from collectives import flight
 from collectives.diagnostics import hang_report
 from tests.mutations import places
 
@@ -89,7 +90,7 @@ def test_dumps_are_read_from_a_directory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "flight.0.json").write_text(json.dumps(dump(0, waiting("5", 1))))
-    assert hang_report.main([str(tmp_path)]) == 0
+    assert flight.COMMAND.main([str(tmp_path)]) == 0
     assert capsys.readouterr().out.startswith("call 5 of ranks 0, 1, 2: all_reduce (ring)\n")
 
 
@@ -102,13 +103,13 @@ def test_a_directory_without_dumps_is_refused(
     if text is not None:
         (tmp_path / "flight.0.json").write_text(text)
     with pytest.raises(SystemExit, match="2"):
-        hang_report.main([str(tmp_path)])
+        flight.COMMAND.main([str(tmp_path)])
     assert sentence in capsys.readouterr().err
 
 
 def test_a_missing_directory_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        hang_report.main([str(tmp_path / "nowhere")])
+        flight.COMMAND.main([str(tmp_path / "nowhere")])
     said = capsys.readouterr().err
     assert said.endswith("nowhere cannot be read as a directory (No such file or directory)\n")
 
@@ -199,7 +200,7 @@ def test_a_foreign_file_is_named_and_hides_nothing(
     (tmp_path / "flight.0.json").write_text(json.dumps(dump(0, waiting("17", 1))))
     foreign = tmp_path / "flight.1.json"
     foreign.write_bytes(content)
-    assert hang_report.main([str(tmp_path)]) == 0
+    assert flight.COMMAND.main([str(tmp_path)]) == 0
     said = capsys.readouterr()
     assert said.err.startswith(f"{foreign} is not the dump of a flight recorder: {why}"), said.err
     assert said.err.count("\n") == 1
@@ -254,7 +255,7 @@ def test_text_that_cannot_be_written_is_escaped(
     (tmp_path / "flight.0.json").write_text(json.dumps(dump(0, call("5"), at="\udcff.py:7 in f")))
     with open(tmp_path / "said", "w", encoding="ascii") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        assert hang_report.main([str(tmp_path)]) == 0
+        assert flight.COMMAND.main([str(tmp_path)]) == 0
     assert "it is at \\udcff.py:7 in f" in (tmp_path / "said").read_text()
 
 
@@ -266,7 +267,7 @@ def test_what_could_control_a_terminal_is_escaped(
     odd = waiting(control, 1, collective=control, algorithm=control) | {"num_rounds": control}
     (tmp_path / "flight.0.json").write_text(json.dumps(dump(0, odd, at=control)))
     (tmp_path / f"flight.{control}.json").touch()
-    assert hang_report.main([str(tmp_path)]) == 0
+    assert flight.COMMAND.main([str(tmp_path)]) == 0
     said = capsys.readouterr()
     text = said.out + said.err
     assert text.count("\\x1b[2J\\r\\n\\x07\\x9b\\u202e") == 6

@@ -77,12 +77,15 @@ def test_the_table_adds_up_ranks_and_starts_with_the_site_that_sends_most() -> N
     }
     assert list(traffic_table(parts, 5, ["Not seen: gloo."])) == [
         "What ranks 0, 2-3 sent by this library, by call site (sums over ranks):",
+        "+--------------------------------------------------------------------+",
         "| site   | collective | algorithm | ranks | calls | messages | bytes |",
+        "|--------+------------+-----------+-------+-------+----------+-------|",
         "| c.py:3 | all_reduce | ring      |     1 |     2 |        4 |    64 |",
         "| a.py:1 | broadcast  | linear    |     2 |     2 |        2 |    20 |",
         "| a.py:1 | counts     | linear    |     1 |     1 |        1 |     8 |",
         "| b.py:2 | barrier    | linear    |     1 |     1 |        1 |     0 |",
         "| total  |            |           |     3 |     6 |        8 |    92 |",
+        "+--------------------------------------------------------------------+",
         "The table lacks ranks 1, 4: no answer in time.",
         "Not seen: gloo.",
         *ALWAYS,
@@ -90,5 +93,5 @@ def test_the_table_adds_up_ranks_and_starts_with_the_site_that_sends_most() -> N
 
 
 def test_the_table_of_nothing_has_a_total() -> None:
-    _, _, total, *_ = traffic_table({0: []}, 1)
+    (total,) = (line for line in traffic_table({0: []}, 1) if line.startswith("| total"))
     assert total.split() == ["|", "total", "|", "|", "|", "1", "|", "0", "|", "0", "|", "0", "|"]

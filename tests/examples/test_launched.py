@@ -11,7 +11,7 @@ from tests.launch.test_layouts import run_commands
 from tests.launch.test_strategies import EQUAL
 
 IMAGES, STUDENTS = "examples.images.__main__", "examples.students.__main__"
-MODEL = "--steps 3 --batch 8 --hidden 16 --layers 2 --dtype float64"
+MODEL = "--wide --steps 3 --batch 8 --hidden 16 --layers 2 --dtype float64"
 
 
 def command(words: str, program: str = IMAGES) -> str:
@@ -23,7 +23,7 @@ def losses_alone(
 ) -> list[str]:
     """What one rank says about its losses."""
     capsys.readouterr()
-    main = import_module(program).main
+    main = import_module(program).COMMAND.main
     assert main([*MODEL.split(), *words.split(), "--threads", "1"]) == 0
     return losses(capsys.readouterr().out)
 

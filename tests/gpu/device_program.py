@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 import collectives
-from bench.oracle import expected
+from bench.workloads.expected import expected
 from collectives import Communicator, algorithms
 from collectives.arrays.operators import operators
 from collectives.devices.links import Proposal

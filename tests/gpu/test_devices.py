@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import no_mpi
-from bench.jobs import environment
+from bench.commands.jobs import environment
+from bench.gpu.__main__ import no_mpi
 from collectives.doctor.device_pointers import ways, why_refused
 from collectives.launch import launch
 from tests.gpu.device_program import PROGRAMS

@@ -1,6 +1,7 @@
 """Ranks that run at the same time run each call as one kernel, in programs of `device_program.py`.
 
-That is so where they have a GPU each, or where MPS runs: `python -m bench.mps 200 -m pytest FILE`.
+That is so where they have a GPU each, or where MPS runs:
+`python -m bench.gpu.mps 200 -m pytest FILE`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from functools import partial
 
 import pytest
 
-from bench import mps
-from bench.gpu import no_mpi
+from bench.gpu import mps
+from bench.gpu.__main__ import no_mpi
 from tests.gpu.device_program import PROGRAMS
 from tests.gpu.test_devices import Job, check, jobs_of, run
 

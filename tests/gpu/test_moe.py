@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from array_api_compat import cupy as on_gpu
 
-from bench.gpu import no_mpi
+from bench.gpu.__main__ import no_mpi
 from moe.gates import GATES
 from tests.moe.experts import Setup
 from tests.moe.test_device import FORMS, run, setup_of

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.gpu import no_mpi, torch_has_cuda
-from bench.jobs import environment
+from bench.commands.jobs import environment
+from bench.gpu.__main__ import no_mpi, torch_has_cuda
 from collectives.launch import launch
 from tests.gpu.test_devices import Job, check, jobs_of
 

@@ -9,7 +9,7 @@ import pytest
 from array_api_compat import cupy as on_gpu
 
 import collectives
-from bench.gpu import no_mpi
+from bench.gpu.__main__ import no_mpi
 from collectives import Communicator
 from parallel.optim.storage import TO_DEVICE, TO_HOST, Place
 from tests.parallel.test_offload import Make, check_predictions, places, serial, trained

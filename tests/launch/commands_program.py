@@ -17,5 +17,5 @@ if __name__ == "__main__":
         module, *words = shlex.split(command)
         if collectives.world().rank == 0:
             print(f"{BEGIN}{command}", flush=True)
-        if status := importlib.import_module(module).main(words):
+        if status := importlib.import_module(module).COMMAND.main(words):
             sys.exit(status)

@@ -36,7 +36,7 @@ PLACES: dict[str, tuple[Any, str]] = {
 if WHEN in PLACES:
     setattr(*PLACES[WHEN], die)
 
-status = train.main(sys.argv[3:])
+status = train.COMMAND.main(sys.argv[3:])
 if WHEN == "leaving":
     die()
 sys.exit(status)

@@ -21,7 +21,7 @@ import numpy as np
 from mpi4py import MPI
 
 import collectives
-from bench.oracle import expected
+from bench.workloads.expected import expected
 from collectives import Communicator
 from tests import hygiene
 from tests.mpi.hygiene import MadeOverMpi, forget_completed

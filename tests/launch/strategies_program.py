@@ -23,7 +23,7 @@ from parallel import TrafficMismatch, TrafficTable, Trainer
 from parallel.commands.rank_report import differences
 from parallel.commands.ranks import with_progress
 from parallel.commands.training import Training
-from parallel.train import parser
+from parallel.train import COMMAND
 
 SMALL = (
     "--text",
@@ -72,7 +72,7 @@ CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative
 
 def training(comm: Communicator, words: str, kind: Callable[..., Training] = Training) -> Training:
     """A run of the program, which is not heard."""
-    options = parser().parse_args([*SMALL, *sys.argv[1:], "--strategy", *words.split()])
+    options = COMMAND.parser().parse_args([*SMALL, *sys.argv[1:], "--strategy", *words.split()])
     run = kind(with_progress(comm, options.progress), options)
     run.console = Console(file=io.StringIO())
     return run

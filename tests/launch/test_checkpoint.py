@@ -107,5 +107,5 @@ def failing(data, *, step, **more):
 
 text.batch = failing
 words = "--strategy zero3 --layers 1 --hidden 8 --heads 2 --context 4 --batch 8 --steps 9"
-sys.exit(train.main([*words.split(), "--text", text.__file__]))
+sys.exit(train.COMMAND.main([*words.split(), "--text", text.__file__]))
 """

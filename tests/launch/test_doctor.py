@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from collectives.doctor import Finding, Level
-from collectives.doctor.__main__ import report
+from collectives.doctor.__main__ import COMMAND, report
 from collectives.doctor.environment import other_launcher, shared_memory
 from collectives.doctor.findings import good, slow, wrong
 from collectives.doctor.job import alike, link, placed, started, used_gpus
@@ -103,7 +103,7 @@ def test_a_slow_link_within_a_host_is_pointed_out() -> None:
 def test_the_verdict_and_the_status_follow_from_the_findings(
     found: list[Finding], status: int, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert report(found) == status
+    assert report(found, COMMAND.parser().parse_args([])) == status
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 

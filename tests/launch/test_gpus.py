@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.jobs import environment
+from bench.commands.jobs import environment
 from collectives.launch import gpus, launch
 
 PROGRAM = """

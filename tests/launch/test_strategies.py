@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.jobs import environment
+from bench.commands.jobs import environment
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from collectives.launch.mpirun import find_mpirun

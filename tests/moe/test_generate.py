@@ -21,12 +21,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The folder with a checkpoint of a model with experts, of two ranks."""
     folder = str(tmp_path_factory.mktemp("trained"))
     words = ["--threads", "2", "--mesh", "expert=2", "--moe", "switch", "--steps", "3"]
-    assert train.main([*words, *SMALL, "--batch", "4", "--save", folder]) == 0
+    assert train.COMMAND.main([*words, *SMALL, "--batch", "4", "--save", folder]) == 0
     return folder
 
 
 def run(path: Path, *words: str) -> dict[str, Any]:
-    assert generate.main([*SMALL, *PROMPTS, "--tokens", "8", *words, "--json", str(path)]) == 0
+    assert (
+        generate.COMMAND.main([*SMALL, *PROMPTS, "--tokens", "8", *words, "--json", str(path)]) == 0
+    )
     found: dict[str, Any] = json.loads(path.read_text())
     return found
 
@@ -49,7 +51,7 @@ def test_a_model_without_training_and_without_experts(tmp_path: Path) -> None:
 
 def test_it_prints_latency_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--moe", "bias", "--top-k", "2", "--moe-every", "1", "--threads", "2"]
-    assert generate.main([*words, "--mesh", "expert=2", "--tokens", "9"]) == 0
+    assert generate.COMMAND.main([*words, "--mesh", "expert=2", "--tokens", "9"]) == 0
     said = capsys.readouterr().out
     assert "latency of a token: median" in said and "99th percentile" in said
     expert = 8 * (16 * 64 + 64 + 64 * 16 + 16)
@@ -67,7 +69,7 @@ def test_a_read_more_than_predicted_fails(
         return self.expert.forward(x, step)
 
     monkeypatch.setattr(Counted, "forward", forward)
-    assert generate.main([*SMALL, "--moe", "switch", "--threads", "1"]) == 1
+    assert generate.COMMAND.main([*SMALL, "--moe", "switch", "--threads", "1"]) == 1
     assert "weights read differ from the prediction" in capsys.readouterr().out
 
 
@@ -91,7 +93,7 @@ def test_what_does_not_go_together(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        generate.main([*SMALL, "--threads", "2", *words])
+        generate.COMMAND.main([*SMALL, "--threads", "2", *words])
     assert end.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -99,5 +101,5 @@ def test_a_checkpoint_of_another_model_is_refused(
     trained: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        generate.main([*SMALL, "--threads", "2", "--checkpoint", trained])
+        generate.COMMAND.main([*SMALL, "--threads", "2", "--checkpoint", trained])
     assert "in the checkpoint, but" in capsys.readouterr().err

@@ -30,10 +30,10 @@ from moe.plan import (
     predict_calls,
     uniform,
 )
-from moe.plan.__main__ import main
+from moe.plan.__main__ import COMMAND
 from moe.plan.across_hosts import layouts
 from moe.plan.one_layer import KINDS
-from moe.train import main as train
+from moe.train import COMMAND as TRAIN
 from parallel import Mesh, PredictedCall, Recipe, Sharding, Trainer, text
 from parallel.accounts import between_hosts
 from parallel.mesh import ROW_AXES
@@ -366,7 +366,7 @@ WORDS = [
 
 def printed(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, list[str]]:
     """The cells of each row, by the first of them."""
-    assert main([*words]) == 0
+    assert COMMAND.main([*words, "--wide"]) == 0
     rows = [
         line.strip("|").split("|")
         for line in capsys.readouterr().out.splitlines()
@@ -395,8 +395,8 @@ def test_the_command_predicts_a_run_of_the_training_program(
         "--text",
         __file__,
     ]
-    run = ["--threads", "4", "--steps", "1", "--no-monitor", "--save-routing", str(log)]
-    assert train([*common, *run]) == 0
+    run = ["--threads", "4", "--steps", "1", "--no-monitor", "--wide", "--save-routing", str(log)]
+    assert TRAIN.main([*common, *run]) == 0
     traffic = capsys.readouterr().out
     from_text = printed(capsys, *common, "--layer", "block1", "--hosts", "2")
     of_file = printed(
@@ -462,7 +462,7 @@ def test_what_cannot_be_planned_is_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(words)
+        COMMAND.main(words)
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
 
@@ -473,7 +473,7 @@ def test_a_log_of_another_shape_is_refused(
     path = tmp_path / "log.npz"
     path.write_bytes(routed("stable").to_bytes())
     words = [*WORDS, "--mesh", "expert=4", "--routing", str(path)]
-    assert main(words) == 0
+    assert COMMAND.main(words) == 0
     for more, said in (
         (["--batch", "8"], "--batch is 8, but the log is of 16"),
         (["--context", "4"], "--context is 4, but the log is of 8"),
@@ -483,5 +483,5 @@ def test_a_log_of_another_shape_is_refused(
         (["--capacity-rule", "tutel"], "has 4 as capacity, but the routing in the log has 5"),
     ):
         with pytest.raises(SystemExit):
-            main([*words, *more])
+            COMMAND.main([*words, *more])
         assert said in capsys.readouterr().err

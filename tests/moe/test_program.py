@@ -15,7 +15,7 @@ import parallel.train
 from collectives import Communicator
 from collectives.arrays import allocator
 from moe import GATES, RoutingLog, mixtures, moe_gpt
-from moe.train import main, mixture_spec, parser
+from moe.train import COMMAND, mixture_spec
 from parallel import Mesh, Sharding, Trainer, text
 from parallel.commands.program import report
 from parallel.commands.training import Training
@@ -29,7 +29,7 @@ def run(*words: str, ranks: int = 2) -> int:
     """The exit status of a run on threads."""
 
     def fn(comm: Communicator) -> Any:
-        training = Training(comm, parser().parse_args([*MODEL, *words]), mixture_spec)
+        training = Training(comm, COMMAND.parser().parse_args([*MODEL, *words]), mixture_spec)
         table = training.run()
         return report(training, table) if comm.rank == 0 else None
 
@@ -130,7 +130,7 @@ def test_the_capacity_rule_is_that_of_the_command_line(
     words: tuple[str, ...], rule: str | None
 ) -> None:
     """Or that of the gate; beside another option."""
-    options = parser().parse_args([*MODEL, "--moe", "stable", "--top-k", "1", *words])
+    options = COMMAND.parser().parse_args([*MODEL, "--moe", "stable", "--top-k", "1", *words])
     (layer,) = mixtures(mixture_spec(options, 1).make(None))
     assert (layer.gate.rule, layer.gate.k) == (rule, 1)
 
@@ -153,7 +153,7 @@ def test_deeper_blocks_have_more_experts() -> None:
         )
 
         def fn(comm: Communicator) -> list[float]:
-            training = Training(comm, parser().parse_args([*MODEL, *words]), mixture_spec)
+            training = Training(comm, COMMAND.parser().parse_args([*MODEL, *words]), mixture_spec)
             numbers = [layer.gate.num_experts for layer in mixtures(training.model)]
             assert numbers == [int(n) for n in experts.split(",")]
             table = training.run()
@@ -260,7 +260,7 @@ def test_without_experts_no_axis_for_them_is_advised() -> None:
 def test_a_dense_model_trains_as_by_the_command_for_them(tmp_path: Path) -> None:
     """What is written is the same, but for times and options that only one of them has."""
     written = []
-    for number, command in enumerate((main, parallel.train.main)):
+    for number, command in enumerate((COMMAND.main, parallel.train.COMMAND.main)):
         file = tmp_path / f"{number}.json"
         assert command([*SMALL, "--threads", "2", "--zero", "1", "--json", str(file)]) == 0
         written.append(json.loads(file.read_text()))
@@ -289,7 +289,7 @@ def test_an_impossible_mixture_is_refused_before_the_run(
 ) -> None:
     """In one sentence; the exit status is 2."""
     with pytest.raises(SystemExit) as caught:
-        main(["--threads", "2", *MODEL, "--moe", *words])
+        COMMAND.main(["--threads", "2", *MODEL, "--moe", *words])
     said = capsys.readouterr()
     assert caught.value.code == 2 and said.out == "" and said.err.count("\n") == 1
     assert message in said.err

@@ -10,11 +10,11 @@ from collections import Counter
 from typing import Any, NamedTuple
 
 import collectives
-from bench.gpu import LAYOUTS
-from bench.strategies import KINDS
+from bench.gpu.__main__ import LAYOUTS
+from bench.training.strategies import KINDS
 from collectives import Communicator
 from moe.gates import GATES
-from moe.train import mixture_spec, parser
+from moe.train import COMMAND, mixture_spec
 from parallel.commands.program import report
 from parallel.commands.training import Training
 from parallel.pipeline import SCHEDULES
@@ -74,7 +74,7 @@ class Done(NamedTuple):
 
 def trained(name: str, *words: str) -> list[Done]:
     """Train on threads; AssertionError unless traffic and memory are as predicted."""
-    options = parser().parse_args([*MODEL, *RUNS[name], *words])
+    options = COMMAND.parser().parse_args([*MODEL, *RUNS[name], *words])
 
     def fn(comm: Communicator) -> Done:
         training, seen = Training(comm, options, mixture_spec), Counter[str]()

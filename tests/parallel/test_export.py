@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from collectives.export import Machine, Task, goal, smpi
-from parallel.export import layout_of, main, parser
+from parallel.export import COMMAND, layout_of
 from parallel.layout import Layout
 from parallel.predict import RunSize, step_tasks, step_traffic
 from tests.export.goal_reader import read, run
@@ -31,7 +31,7 @@ STEPS = {
 
 
 def options_of(words: str, *others: str) -> argparse.Namespace:
-    return parser().parse_args([*SMALL.split(), "--format=goal", *words.split(), *others])
+    return COMMAND.parser().parse_args([*SMALL.split(), "--format=goal", *words.split(), *others])
 
 
 def step_of(words: str, layer_seconds: float = 0.0) -> tuple[Layout, list[list[Task]]]:
@@ -94,14 +94,14 @@ def test_the_command_writes_each_format(tmp_path: Path) -> None:
         "smpi": ["x"],
         "chakra": [f"x.{rank}.et" for rank in range(4)],
     }.items():
-        assert main([*words, "--format", form, "-o", str(tmp_path / "x")]) == 0
+        assert COMMAND.main([*words, "--format", form, "-o", str(tmp_path / "x")]) == 0
         assert all((tmp_path / name).stat().st_size > 100 for name in names)
 
 
 def test_the_command_refuses_what_is_impossible(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main([*SMALL.split(), "--ranks", "3", "--mesh", "data=2", "--format", "goal"])
+        COMMAND.main([*SMALL.split(), "--ranks", "3", "--mesh", "data=2", "--format", "goal"])
     assert "3" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        main(["--ranks", "3", "--format", "msccl"])
+        COMMAND.main(["--ranks", "3", "--format", "msccl"])
     assert "msccl" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from parallel.nn import CrossEntropy, Embedding, Gelu, Linear, Model
 from parallel.nn.tensor import Divided, VocabularyEmbedding, Whole
 from parallel.optim.storage import Disk
 from parallel.pipeline import InvalidSchedule, Schedule, parse
-from parallel.train import parser
+from parallel.train import COMMAND
 from tests.parallel import layouts
 from tests.parallel.layouts import CLIP, ROWS, STEPS, Setup, check_accounts, check_equal
 from tests.parallel.training import CONTEXT, nothing
@@ -244,7 +244,7 @@ def test_the_command_line_refuses_a_context_of_fewer_positions_than_ranks(
 ) -> None:
     """Before it prepares a run, and not in the first step."""
     words = f"--mesh context=4 --context {context} --layers 1 --hidden 8 --steps 1 --text"
-    options = parser().parse_args([*words.split(), __file__])
+    options = COMMAND.parser().parse_args([*words.split(), __file__])
     if is_enough:
         collectives.run(lambda comm: Training(comm, options), size=4, timeout=60)
         return

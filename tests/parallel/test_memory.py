@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import tracemalloc
@@ -31,7 +32,7 @@ from parallel import (
     text,
 )
 from parallel.accounts import CATEGORIES
-from parallel.memory import gigabytes, main
+from parallel.memory import COMMAND
 from parallel.mesh import length, span
 from parallel.nn import Model
 from parallel.optim import dtype_of
@@ -434,48 +435,46 @@ def test_an_array_that_nobody_counts_is_noticed() -> None:
 # The command line
 
 
-def table(capsys: Any, *arguments: str) -> dict[str, dict[str, str]]:
-    """What is printed: by row and column."""
-    assert main(list(arguments)) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    head, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
-    return {name: dict(zip(head[1:], numbers, strict=True)) for name, *numbers in body}
+def tables(capsys: Any, *arguments: str) -> list[dict[str, dict[str, str]]]:
+    """Both tables that are printed, by row and column."""
+    assert COMMAND.main([*arguments, "--wide"]) == 0
+    printed = []
+    for part in capsys.readouterr().out.split(":\n")[1:]:
+        lines = [line for line in part.splitlines() if line.startswith("| ")]
+        head, *body = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+        printed.append({name: dict(zip(head[1:], row, strict=True)) for name, *row in body})
+    return printed
 
 
 def test_the_table_has_the_papers_numbers(capsys: Any) -> None:
-    rows = table(capsys, "--params", "7.5e9", "--ranks", "64")
-    want = {"data parallel": "120", "ZeRO-1": "31.4", "ZeRO-2": "16.6", "ZeRO-3": "1.88"}
-    assert {name: rows[name]["total"] for name in want} == want
-    offload = rows["ZeRO-2, offload"]
-    psi = 7.5  # and an N-th of it 0.1172: two bytes of each parameter cross each way
-    assert offload["to host"] == offload["to device"] == f"{2 * psi / 64:.3f}" == "0.234"
-    assert offload["on host"] == f"{12 * psi / 64:.2f}"
-    assert offload["master"] == offload["optimizer"] == rows["ZeRO-2"]["on host"] == "0"
+    kept, offloaded = tables(capsys, "--params", "7.5e9", "--ranks", "64")
+    want = {"data parallel": "120.00", "ZeRO-1": "31.41", "ZeRO-2": "16.64", "ZeRO-3": "1.88"}
+    assert {name: kept[name]["total"] for name in want} == want
+    row, psi = offloaded["ZeRO-2"], 7.5  # two bytes of an N-th of the parameters cross each way
+    assert row["to host"] == row["to device"] == f"{2 * psi / 64:.2f}" == "0.23"
+    assert row["on host"] == f"{12 * psi / 64:.2f}"
+    assert not {"master", "optimizer"} & set(row)  # on the device there is none
 
 
 def test_the_table_has_two_well_known_models(capsys: Any) -> None:
-    gpt2 = table(capsys, "--params", "1500000000")["data parallel"]
-    assert (gpt2["parameters"], gpt2["total"]) == ("3.00", "24.0")
-    gpt3 = table(capsys, "--params", "175e9", "--dtype", "float32")["data parallel"]
-    assert list(gpt3.values())[:5] == ["700", "700", "0", "1400", "2800"]
-    sgd = table(capsys, "--params", "175e9", "--dtype", "float32", "--optimizer", "sgd")
-    assert sgd["data parallel"]["total"] == "2100"
+    gpt2 = tables(capsys, "--params", "1500000000")[0]["data parallel"]
+    assert (gpt2["parameters"], gpt2["total"]) == ("3.00", "24.00")
+    gpt3 = tables(capsys, "--params", "175e9", "--dtype", "float32")[0]["data parallel"]
+    assert list(gpt3.values()) == ["0.70", "0.70", "1.40", "2.80"]
+    sgd = tables(capsys, "--params", "175e9", "--dtype", "float32", "--optimizer", "sgd")
+    assert sgd[0]["data parallel"]["total"] == "2100.00"
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "words"),
-    [
-        (0, "0"),
-        (1, "0.00000000100"),
-        (1_875_000_000, "1.88"),
-        (31_406_250_000, "31.4"),
-        (999_000_000, "0.999"),
-        (120_000_000_000, "120"),
-        (2_800_000_000_000, "2800"),
-    ],
-)
-def test_three_significant_digits(nbytes: int, words: str) -> None:
-    assert gigabytes(nbytes) == words
+def test_small_models_are_in_a_smaller_unit(capsys: Any) -> None:
+    assert COMMAND.main(["--params", "1000"]) == 0
+    assert "| in kB " in capsys.readouterr().out
+
+
+def test_json_has_the_numbers_of_both_tables(capsys: Any) -> None:
+    assert COMMAND.main(["--params", "7.5e9", "--ranks", "64", "--json", "-"]) == 0
+    written = json.loads(capsys.readouterr().out)
+    assert written["updates on the device"][3]["in GB"] == "ZeRO-3"
+    assert written["updates on the device"][3]["total"] == 1.875
 
 
 @pytest.mark.parametrize(
@@ -493,7 +492,7 @@ def test_three_significant_digits(nbytes: int, words: str) -> None:
 )
 def test_bad_arguments_are_refused(capsys: Any, arguments: list[str], sentence: str) -> None:
     with pytest.raises(SystemExit) as refusal:
-        main(arguments)
+        COMMAND.main(arguments)
     assert refusal.value.code == 2
     assert sentence in capsys.readouterr().err
 

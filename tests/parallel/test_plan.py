@@ -16,7 +16,7 @@ from parallel.pipeline import make, simulate
 from parallel.pipeline.actions import Action
 from parallel.pipeline.schedule import computations
 from parallel.plan import Candidate, Job, Machine, candidates_for, cost_of
-from parallel.plan.__main__ import main
+from parallel.plan.__main__ import COMMAND
 from parallel.plan.candidates import RECOMPUTE, SCHEDULES_TRIED
 from parallel.plan.cost import divided, forward_flops, lists
 from parallel.run.memory import peak_memory
@@ -195,15 +195,15 @@ def test_layouts_use_all_ranks_and_divide_the_batch() -> None:
 
 def test_the_command_lists_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--layers", "4", "--hidden", "64", "--heads", "4", "--context", "64"]
-    assert main([*small, "--hosts", "2x4", "--batch", "16", "--ranks", "8"]) == 0
+    assert COMMAND.main([*small, "--hosts", "2x4", "--batch", "16", "--ranks", "8"]) == 0
     said = capsys.readouterr().out
     assert "ZeRO-3 alone" in said and "What each axis divides" in said
-    assert main([*small, "--hosts", "1x2", "--gpu-memory", "1K", "--batch", "2"]) == 0
+    assert COMMAND.main([*small, "--hosts", "1x2", "--gpu-memory", "1K", "--batch", "2"]) == 0
     assert "no layout fits" in capsys.readouterr().out
 
 
 def test_the_command_alone_plans_gpt_3(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
+    assert COMMAND.main([]) == 0
     assert capsys.readouterr().out.startswith("175.2 G parameters")
 
 
@@ -215,7 +215,7 @@ def test_ranks_without_hosts_are_on_as_many_hosts_as_they_fill(
     hosts = {3: "1x3", 8: "1x8", 24: "3x8"}[ranks]
     said = []
     for words in (["--ranks", str(ranks)], ["--hosts", hosts]):
-        assert main([*small, *words]) == 0
+        assert COMMAND.main([*small, *words]) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
 
@@ -239,5 +239,5 @@ def test_the_command_refuses_in_a_sentence(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stop:
-        main(["--layers", "4", "--hidden", "64", "--heads", "4", *words])
+        COMMAND.main(["--layers", "4", "--hidden", "64", "--heads", "4", *words])
     assert stop.value.code == 2 and said in capsys.readouterr().err

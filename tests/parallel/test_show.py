@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from parallel.show import SHOWN, main
+from parallel.show import COMMAND, SHOWN
 
 
 def rows(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
-    assert main(list(words)) == 0
+    assert COMMAND.main(list(words)) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
@@ -41,5 +41,5 @@ def test_a_step_of_zero3_gathers_before_and_frees_after_each_layer(
 
 def test_what_does_not_fit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(["serial", "--ranks", "2"])
+        COMMAND.main(["serial", "--ranks", "2"])
     assert ended.value.code == 2 and "runs on one rank, not on 2" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from parallel import Mesh, PredictedCall, TrafficMismatch, TrafficMonitor, Traff
 from parallel.accounts import Tally
 from parallel.accounts.monitor import OUTSIDE
 from parallel.accounts.table import ALL, observed_phase
-from parallel.cli import print_traffic
+from parallel.commands.tables import print_traffic
 from tests.fake_device import on_device
 from tests.fake_driver import gpu
 
@@ -350,10 +350,9 @@ def test_calls_without_messages_beside_others_in_one_phase() -> None:
 # What is shown
 
 
-def printed(made: TrafficTable) -> str:
-    """On a page too narrow for the table: no digit may be lost."""
+def printed(made: TrafficTable, width: int = 200) -> str:
     out = io.StringIO()
-    print_traffic(made, Console(file=out, width=40))
+    print_traffic(made, Console(file=out, width=width))
     return out.getvalue()
 
 
@@ -372,6 +371,18 @@ def test_print_is_plain_where_there_is_no_terminal() -> None:
         "60",
         "60",
     ]
+
+
+def test_numbers_that_are_equal_are_printed_once_where_the_console_is_narrow() -> None:
+    text = printed(table(observed={"loss": SEEN}), 70)
+    assert cells(text, "all_reduce") == ["loss", "all_reduce", "3", "12", "60", "p = r = o"]
+    assert cells(printed(table(), 70), "all_reduce")[-1] == "p = r"
+
+
+def test_numbers_that_differ_are_printed_as_predicted_and_recorded_anywhere() -> None:
+    calls = [*CALLS, PredictedCall("other", "all_reduce", "ring", 10)]
+    text = printed(table(calls), 40)
+    assert all(f"{what} {column}" in text for what in ("messages", "bytes") for column in "pro")
 
 
 def cells(text: str, word: str) -> list[str]:
@@ -396,7 +407,9 @@ def test_print_leaves_to_the_sum_what_was_seen_of_it() -> None:
 def test_rows_that_differ_are_red() -> None:
     out = io.StringIO()
     calls = [*CALLS, PredictedCall("other", "all_reduce", "ring", 10)]
-    print_traffic(table(calls), Console(file=out, force_terminal=True, color_system="standard"))
+    print_traffic(
+        table(calls), Console(file=out, width=200, force_terminal=True, color_system="standard")
+    )
     red = [line for line in out.getvalue().splitlines() if "\x1b[1;31m" in line]
     assert len(red) == 1 and "other" in red[0]
 

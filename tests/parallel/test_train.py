@@ -31,7 +31,7 @@ from parallel.optim.storage import READ, TO_DEVICE, TO_HOST
 from parallel.predict import memory as predictions
 from parallel.sharding import AllReduce, HalfPrecision, Int8Blocks, PowerSGD
 from parallel.step import SumLoss
-from parallel.train import main, parser
+from parallel.train import COMMAND
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = argparse.__file__  # a hundred thousand bytes or so, quickly read
@@ -79,7 +79,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 def training_of(comm: Communicator, *words: str | Path) -> Training:
-    options = parser().parse_args([*SMALL, *map(str, words)])
+    options = COMMAND.parser().parse_args([*SMALL, "--wide", *map(str, words)])
     return Training(comm, options)
 
 
@@ -102,7 +102,7 @@ def test_every_strategy_accounts_for_all_it_sends_and_keeps(run: Any, strategy: 
         f"unigram entropy {entropy:.4f}",
         "tokens/s",
         "f = by formula, c = counted",
-        "p = predicted, r = recorded, o = observed by MPI",
+        "p = predicted, r = recorded, o = observed",
         "predicted = recorded, to the byte (two columns compared",
         "memory: formula = counted, to the byte; parameters: equal, to the bit",
     ):
@@ -398,7 +398,7 @@ def test_a_checkpoint_of_another_setup_is_refused_in_a_sentence(
 ) -> None:
     run("--steps", "2", "--save", tmp_path)
     with pytest.raises(SystemExit) as stop:
-        main([*SMALL, "--steps", "3", "--resume", str(tmp_path), "--threads", "2", *words])
+        COMMAND.main([*SMALL, "--steps", "3", "--resume", str(tmp_path), "--threads", "2", *words])
     said = capsys.readouterr().err
     assert stop.value.code == 2 and sentence in said and said.count("python -m parallel.train") == 1
 
@@ -412,7 +412,7 @@ def test_a_checkpoint_that_was_cut_is_refused_in_a_sentence(
     run("--steps", "2", "--save", tmp_path)
     (tmp_path / "step-00000002" / "rank-1-of-2.safetensors").unlink()
     with pytest.raises(SystemExit) as stop:
-        main([*SMALL, "--steps", "3", "--resume", str(tmp_path), "--threads", "2"])
+        COMMAND.main([*SMALL, "--steps", "3", "--resume", str(tmp_path), "--threads", "2"])
     assert stop.value.code == 2 and "rank-1-of-2" in capsys.readouterr().err
     assert aborted == []
 
@@ -602,7 +602,7 @@ def test_bucket_bytes_and_algorithm(run: Any) -> None:
 
 
 def test_ranks_may_be_threads_of_the_program(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--threads", "2"]) == 0
+    assert COMMAND.main([*SMALL, "--threads", "2"]) == 0
     said = capsys.readouterr().out
     assert "ddp, ranks 2," in said and "predicted = recorded, to the byte" in said
 
@@ -611,7 +611,7 @@ def test_the_first_line_names_the_axes_in_the_order_of_the_mesh(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["--mesh", "tensor=2,pipe=2", "--schedule", "gpipe", "--zero", "1"]
-    assert main([*SMALL, *words, "--layers", "2", "--heads", "2", "--threads", "4"]) == 0
+    assert COMMAND.main([*SMALL, *words, "--layers", "2", "--heads", "2", "--threads", "4"]) == 0
     said = capsys.readouterr().out
     assert said.startswith("zero1 on data=1,tensor=2,pipe=2 by gpipe, ranks 4,")
 
@@ -754,7 +754,7 @@ def test_a_device_that_is_not_there_is_refused(
 ) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)  # as if it could not be imported
     with pytest.raises(SystemExit) as stop:
-        main([*SMALL, "--threads", "2", "--device", "cuda"])
+        COMMAND.main([*SMALL, "--threads", "2", "--device", "cuda"])
     assert stop.value.code == 2
     assert (
         "--device cuda: this rank can use no GPU: CuPy is not installed" in capsys.readouterr().err
@@ -821,7 +821,7 @@ def test_what_is_not_understood_is_status_2(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        parser().parse_args(words)
+        COMMAND.parser().parse_args(words)
     assert end.value.code == 2
     assert f"argument {words[0]}" in capsys.readouterr().err
 
@@ -831,12 +831,12 @@ def test_who_asks_for_experts_is_told_which_command_has_them(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
-        main([*SMALL, *words])
-    sentence = "mixtures of experts are trained by python -m moe.train"
+        COMMAND.main([*SMALL, *words])
+    sentence = "mixtures of experts are trained by ring moe train"
     assert end.value.code == 2
     assert capsys.readouterr().err == f"python -m parallel.train: {sentence}\n"
     with pytest.raises(SystemExit) as end:  # another option that it does not have
-        main([*SMALL, "--experts", "4"])
+        COMMAND.main([*SMALL, "--experts", "4"])
     said = capsys.readouterr().err
     assert end.value.code == 2 and "--experts 4" in said and sentence not in said
 
@@ -851,7 +851,7 @@ def statuses(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[Any]:
     def fn(comm: Communicator) -> Any:
         world.comm = comm
         try:
-            return main([*SMALL, *words])
+            return COMMAND.main([*SMALL, *words])
         except SystemExit as end:
             return end.code
 
@@ -900,7 +900,7 @@ def test_messages_of_gpus_are_staged_if_mpi_counts_them(
 
     monkeypatch.setattr(collectives, "world", world)
     monkeypatch.setattr(ranks, "has_counters", lambda comm: has_counters)
-    ranks.training_world(parser().parse_args([*SMALL, "--progress", "none", *words]))
+    ranks.training_world(COMMAND.parser().parse_args([*SMALL, "--progress", "none", *words]))
     assert asked == devices
     assert ("Messages are staged in host memory" in capsys.readouterr().out) == (len(devices) > 1)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.oracle import expected
+from bench.workloads.expected import expected
 from collectives import Communicator, Operator, Plan, algorithms
 from collectives.engines.threads import ThreadTransport, World
 from collectives.programs import placement, program

@@ -19,9 +19,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import collectives
-from bench.torch.models import Sizes, transformer
-from bench.torch.steps import TrainingStep
 from bench.torch.strategies import STRATEGIES, Strategy
+from bench.torch.transformer import Sizes, TrainingStep, transformer
 from collectives import Ledger
 from collectives.diagnostics import unseen
 from collectives.testing import Traffic, assert_traffic

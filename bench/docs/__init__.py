@@ -1,1 +1,0 @@
-"""The generated documents: pages of algorithms, the API reference, tables of measurements."""

@@ -1,1 +1,0 @@
-"""Measures what messages, copies and calls cost on this machine, and checks predictions from it."""

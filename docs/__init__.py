@@ -1,0 +1,1 @@
+"""The documents; `docs.generate` writes what is generated in them."""

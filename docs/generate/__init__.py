@@ -1,0 +1,1 @@
+"""What writes the generated documents: `python -m docs.generate`, from the root of a checkout."""

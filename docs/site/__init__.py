@@ -1,0 +1,1 @@
+"""The site of the documents: what MkDocs does besides its settings, and how pages look."""
