@@ -47,7 +47,7 @@ def start(options: argparse.Namespace) -> int:
     size, words = without_ranks(options.words)
     if any(name in os.environ for name in RANK_VARIABLES):
         raise Refused("-g starts a job of its own; under mpirun leave it out")
-    if options.json is not None and str(options.json) != "-" and (why := unwritable(options.json)):
+    if options.json is not None and (why := unwritable(options.json)):
         raise Refused(why)
     with refusing(MpiNotFound):
         if hasattr(options, "usual"):

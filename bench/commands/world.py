@@ -82,7 +82,7 @@ def backend(comm: Communicator, device: str) -> Backend:
 
 def check_output(path: Path | None) -> None:
     """Raise Refused, on every rank, if rank 0 cannot write this file."""
-    if path not in (None, Path("-")) and (reason := MPI.COMM_WORLD.bcast(unwritable(path))):
+    if path is not None and (reason := MPI.COMM_WORLD.bcast(unwritable(path))):
         raise Refused(reason)
 
 

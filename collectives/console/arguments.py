@@ -8,6 +8,7 @@ from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 
+STANDARD_OUTPUT = Path("-")
 BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 DECIMAL = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
@@ -79,6 +80,8 @@ def output_file(word: str) -> Path:
 
 def unwritable(path: Path) -> str | None:
     """Return why no file of this name can be written, as a sentence; None if it can."""
+    if path == STANDARD_OUTPUT:
+        return None
     folder = path.parent
     if not folder.is_dir():
         return f"{path} cannot be written: there is no folder {folder}"

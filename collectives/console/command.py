@@ -18,6 +18,9 @@ from typing import TypeAlias
 Source: TypeAlias = "str | Callable[[], Command]"
 
 
+EMPTY: dict[type[Exception], str] = {MemoryError: "there is not enough memory"}  # errors say none
+
+
 class Refused(Exception):  # noqa: N818 - it is no error of the program
     """What the user asks for cannot be done; the message is a sentence that says why."""
 
@@ -29,7 +32,7 @@ def refusing(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except refused as error:
-        raise Refused(str(error) or type(error).__name__) from error
+        raise Refused(str(error) or EMPTY.get(type(error), type(error).__name__)) from error
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import shtab
-
 from collectives.console.command import Command, Group
 
 SHELLS = ("bash", "zsh")
@@ -25,6 +23,8 @@ def add_completion(parse: argparse.ArgumentParser, group: Group) -> None:
             values: str | Sequence[Any] | None,
             option_string: str | None = None,
         ) -> None:
+            import shtab  # noqa: PLC0415 - only completion needs it
+
             sys.stdout.write(shtab.complete(completed_parser(group, parser.prog), str(values)))
             parser.exit()
 

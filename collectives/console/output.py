@@ -12,11 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from collectives.console.arguments import output_file
+from collectives.console.arguments import STANDARD_OUTPUT, output_file
 from collectives.console.tables import UNLIMITED
 
 WIDTH = 80  # characters where there is no terminal
-STANDARD_OUTPUT = "-"
 
 
 class TextConsole(Console):
@@ -49,15 +48,10 @@ def add_json(parse: argparse._ActionsContainer, *, is_local: bool = True) -> Non
     """Add --json, for a command that prints no table."""
     parse.add_argument(
         "--json",
-        type=output if is_local else Path,
+        type=output_file if is_local else Path,
         metavar="FILE",
         help="write all numbers to FILE; - is standard output, and then nothing else is printed",
     )
-
-
-def output(word: str) -> Path:
-    """Return the path of a file that can be written, or ``-``; an argument type."""
-    return Path(word) if word == STANDARD_OUTPUT else output_file(word)
 
 
 def console_for(
@@ -83,7 +77,7 @@ def console_for(
 
 def is_quiet(rank: int, options: argparse.Namespace | None) -> bool:
     """Return whether a rank prints nothing: it is not the first, or standard output has JSON."""
-    return rank != 0 or getattr(options, "json", None) == Path(STANDARD_OUTPUT)
+    return rank != 0 or getattr(options, "json", None) == STANDARD_OUTPUT
 
 
 def write_json(value: Any, path: Path | None) -> None:
@@ -96,7 +90,7 @@ def write_json(value: Any, path: Path | None) -> None:
     words = json.dumps(value, default=os.fspath)
     finite = json.loads(words, parse_constant=lambda name: None)
     text = json.dumps(finite, indent=1) + "\n"
-    if path == Path(STANDARD_OUTPUT):
+    if path == STANDARD_OUTPUT:
         sys.stdout.write(text)
     else:
         path.write_text(text)

@@ -27,10 +27,10 @@ from collectives.diagnostics.ledger import (
 )
 from collectives.diagnostics.mpi_counters import Counters, MonitorUnavailable
 from collectives.diagnostics.totals import Totals
-from collectives.diagnostics.traffic_table import Sums, traffic_table
-from collectives.diagnostics.unseen import add_unseen, unseen
+from collectives.diagnostics.unseen import ALWAYS, add_unseen, unseen
 
 __all__ = [
+    "ALWAYS",
     "COMPLETE",
     "ENQUEUED",
     "FAILED",
@@ -45,7 +45,6 @@ __all__ = [
     "Recorder",
     "Recording",
     "Sent",
-    "Sums",
     "Totals",
     "Waiting",
     "add_unseen",
@@ -54,6 +53,5 @@ __all__ = [
     "part_of_report",
     "phase",
     "reason_of",
-    "traffic_table",
     "unseen",
 ]

@@ -1,7 +1,9 @@
 """Run a Python script or module on N ranks, under the MPI of this environment.
 
-ring launch -n 4 example.py
-ring launch -n 8 -m parallel.train --mesh data=8 --zero 2
+    ring launch -n 4 example.py
+    ring launch -n 8 -m parallel.train --mesh data=8 --zero 2
+
+What follows the script or the module are its own arguments.
 """
 
 from __future__ import annotations

@@ -11,9 +11,10 @@ from functools import cache
 from mpi4py import MPI
 
 from collectives.communicator import Communicator, follow
-from collectives.diagnostics import Sums, Totals, traffic_table, unseen
+from collectives.diagnostics import Totals, unseen
 from collectives.engines import deadline_in, poll_until
 from collectives.mpi4py_compat.intracomm import Intracomm
+from collectives.mpi4py_compat.traffic_table import Sums, traffic_table
 from collectives.runtime import place_of_caller
 
 _SECONDS = 30.0  # that rank 0, when it ends, waits for the others, and they for it

@@ -8,8 +8,9 @@ import numpy as np
 
 import collectives
 from collectives import Communicator
-from collectives.diagnostics import Ledger, Totals, traffic_table
+from collectives.diagnostics import Ledger, Totals
 from collectives.diagnostics.unseen import ALWAYS
+from collectives.mpi4py_compat.traffic_table import traffic_table
 
 
 def calls(comm: Communicator) -> None:

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from collectives.console import Number, Table
-from collectives.diagnostics.unseen import ALWAYS
+from collectives.diagnostics import ALWAYS
 
 Sums = Sequence[tuple[str, str, str, int, int, int]]
 """One rank's (call site, collective, algorithm, calls, messages, bytes)."""
