@@ -82,6 +82,17 @@ class Command:
             parse.exit(2, f"{parse.prog}: {refusal}\n")
 
 
+class GroupParser(argparse.ArgumentParser):
+    """A parser that reads what commands do, from their files, only when it prints its help."""
+
+    lines: Callable[[], Iterator[str]]
+
+    def format_help(self) -> str:
+        """Return the help, with the list of commands."""
+        self.epilog = "\n".join(self.lines())
+        return super().format_help()
+
+
 @dataclass(frozen=True)
 class Group:
     """Commands by name.  Only the module of the command that is run is imported.
@@ -136,13 +147,13 @@ class Group:
     def parser(self, prog: str | None = None) -> argparse.ArgumentParser:
         """Return the parser of what stands before the arguments of a command."""
         prog = prog or f"python -m {self.module}"
-        parse = argparse.ArgumentParser(
+        parse = GroupParser(
             prog,
             usage=f"{prog} COMMAND ...",
             description=self.description,
-            epilog="\n".join(self.lines()),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        parse.lines = self.lines
         if self.add_options is not None:
             self.add_options(parse, self)
         parse.add_argument("words", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

@@ -37,6 +37,7 @@ def section(parse: argparse.ArgumentParser) -> str:
 
 def epilog(parse: argparse.ArgumentParser) -> list[str]:
     """Return what a command says below its arguments: a sentence, or lines as they are."""
+    parse.format_help()  # in which a group lists its commands
     said = parse.epilog or ""
     return [f"```text\n{said.rstrip()}\n```" if "\n" in said else said][: bool(said)]
 
