@@ -11,6 +11,7 @@ know what was freed, and who has opened what.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import fcntl
 import itertools
@@ -995,14 +996,23 @@ class FakeGpu(Streams):
         return self.execute(budget)
 
     def go_on_alone(self) -> None:
-        """From now on, execute operations now and then although nobody calls, as a GPU does."""
+        """From now on, execute operations now and then although nobody calls, as a GPU does.
+
+        It ends before Python exits: a daemon that Python stops may hold the lock for ever.
+        """
+        is_over = threading.Event()
 
         def work() -> None:
-            while True:
-                time.sleep(20 * NAP)
+            while not is_over.wait(20 * NAP):
                 self.progress()
 
-        threading.Thread(target=work, daemon=True, name="fake GPU").start()
+        def end() -> None:
+            is_over.set()
+            thread.join(10)
+
+        thread = threading.Thread(target=work, daemon=True, name="fake GPU")
+        thread.start()
+        atexit.register(end)
 
     def allocate(self, num_bytes: int) -> int:
         """The address of an allocation, full of garbage; without waiting for any stream."""

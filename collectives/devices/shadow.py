@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from typing import NamedTuple
+from weakref import finalize
 
 from collectives.devices.driver import Driver
 from collectives.devices.row_format import Words, copy_row
@@ -24,15 +25,16 @@ class Extent(NamedTuple):
 
 
 class Allocation:
-    """Memory of the driver, which ends with this object."""
+    """Memory of the driver, which ends with this object.
+
+    When Python exits it stays, and ends with the process: the driver may be gone before it is
+    freed, and to free it would wait for all streams.
+    """
 
     def __init__(self, driver: Driver, num_bytes: int) -> None:
-        self._driver, self.num_bytes = driver, num_bytes
+        self.num_bytes = num_bytes
         self.address = driver.allocate(num_bytes)
-
-    def __del__(self) -> None:
-        if hasattr(self, "address"):
-            self._driver.try_call("cuMemFree_v2", self.address)
+        finalize(self, driver.try_call, "cuMemFree_v2", self.address).atexit = False
 
 
 # All are kept: peers may have them open, and to free them would wait for all streams.
