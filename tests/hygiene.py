@@ -8,6 +8,7 @@ here, and nothing in it counts for a test.  `tests/mpi/hygiene.py` adds what onl
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -21,6 +22,9 @@ from collectives.engines.threads import ThreadTransport, World
 from collectives.engines.transport import Execution
 from collectives.runtime.session import FREED, Session
 from collectives.runtime.work import Work
+
+# Seconds in which the thread that watches devices lets go of the communicator at which it looks.
+PATIENCE = 5.0
 
 
 class Source(Protocol):
@@ -96,11 +100,17 @@ class Made:
                 yield from out_of_step({s.transport.rank: numbers(s) for s in sessions})
 
     def _memory(self) -> Iterator[str]:
-        if any(buffer() is not None for buffer in self.buffers):
+        deadline = time.monotonic() + PATIENCE
+        while (num_bytes := self._num_bytes()) and time.monotonic() < deadline:
             gc.collect()  # the frames of an exception that a test has looked at
+            time.sleep(0.01)
+        if num_bytes:
+            yield f"{num_bytes} bytes of page-locked memory"
+
+    def _num_bytes(self) -> int:
+        """The bytes of the page-locked memory that is not freed yet."""
         alive = {id(b): b.nbytes for b in (buffer() for buffer in self.buffers) if b is not None}
-        if alive:
-            yield f"{sum(alive.values())} bytes of page-locked memory"
+        return sum(alive.values())
 
 
 def afterwards(cls: type, name: str, note: Callable[[Any, Any], object]) -> None:
