@@ -23,10 +23,11 @@ from bench.timing.interleaved import SMALL, Effort, times
 from bench.workloads.sizes import sizes_of
 from collectives import Communicator
 from collectives.arrays.operators import operator
+from collectives.communicator.entry import Check
 from collectives.console import Command, Number, Table, console_for, refusing, write_json
 
 SECONDS = 20.0  # after which fewer samples must do
-MODES = {"off": False, "checked": True, "finite": "finite"}
+MODES: dict[str, Check] = {"off": False, "checked": True, "finite": "finite"}
 
 
 def add_options(parse: argparse.ArgumentParser) -> None:
@@ -60,7 +61,7 @@ def measured(comm: Communicator, options: argparse.Namespace) -> int:
 
 def seconds_of(num_bytes: int, options: argparse.Namespace) -> list[float]:
     """Return the seconds of the plan in each mode, then those of the call."""
-    comms = [collectives.world(check=check) for check in MODES.values()]  # type: ignore[arg-type]
+    comms = [collectives.world(check=check) for check in MODES.values()]
     x = np.zeros(max(1, num_bytes // options.dtype.itemsize), options.dtype)
     y = np.empty_like(x)
     plans = [comm.plan.all_reduce(x, out=y) for comm in comms]

@@ -57,6 +57,7 @@ from bench.commands.options import (
 from bench.provenance import provenance
 from collectives import Communicator, ScheduleError, algorithms
 from collectives.console import Refused, Table, at_least, console_for, progress, write_json
+from collectives.devices import DeviceMode
 from collectives.selection.decisions import Decisions, Measured, Ranks
 from collectives.selection.machine_file import Fitted
 
@@ -100,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
         except (TypeError, ValueError, ScheduleError) as error:  # on all ranks alike
             raise Refused(str(error)) from error
 
-    device = "auto" if options.device == "cpu" else "peer"
+    device: DeviceMode = "auto" if options.device == "cpu" else "peer"
     return world.on_ranks(tuned, options.timeout, device=device)
 
 

@@ -15,11 +15,17 @@ import collectives
 from bench.timing.deadline import StuckError
 from collectives import CollectiveError, Communicator
 from collectives.arrays.backends import Backend, backend_of_kind
+from collectives.communicator.entry import Check
 from collectives.console import Refused, unwritable
+from collectives.devices import DeviceMode
 
 
 def on_ranks(
-    run: Callable[[Communicator], int], timeout: float | None = None, **settings: object
+    run: Callable[[Communicator], int],
+    timeout: float | None = None,
+    *,
+    check: Check = None,
+    device: DeviceMode = "auto",
 ) -> int:
     """Call `run` with the communicator of all ranks; return the exit status.
 
@@ -32,10 +38,12 @@ def on_ranks(
         Called with the communicator; returns the exit status.
     timeout : float, optional
         Seconds after which a call fails.
-    **settings
-        What `collectives.world` takes besides, such as ``check``.
+    check : bool or str, optional
+        Whether calls are checked; see `collectives.world`.
+    device : str
+        How arrays on GPUs are sent; see `collectives.world`.
     """
-    comm = communicator(timeout, **settings)
+    comm = communicator(timeout, check=check, device=device)
     try:
         status = run(comm)
     except Refused:
@@ -57,11 +65,13 @@ def on_ranks(
     return status
 
 
-def communicator(timeout: float | None = None, **settings: object) -> Communicator:
+def communicator(
+    timeout: float | None = None, *, check: Check = None, device: DeviceMode = "auto"
+) -> Communicator:
     """Return the communicator of all ranks, with a time limit of each of their calls."""
     if timeout is None:
-        return collectives.world(**settings)  # type: ignore[arg-type]
-    return collectives.wrap(MPI.COMM_WORLD, timeout=timeout, **settings)  # type: ignore[arg-type]
+        return collectives.world(check=check, device=device)
+    return collectives.wrap(MPI.COMM_WORLD, timeout=timeout, check=check, device=device)
 
 
 def backend(comm: Communicator, device: str) -> Backend:
