@@ -303,7 +303,7 @@ def refusal(case: Case, rank: int, size: int) -> Exception | None:
     try:
         perform(Communicator(session), case)
     except (TypeError, ValueError) as error:
-        assert session.numbering.num_calls == session.runs.num_messages == 0, (
+        assert session.numbering.num_calls == session.messages.num_messages == 0, (
             "a refused call has counted"
         )
         return error

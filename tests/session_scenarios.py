@@ -13,6 +13,8 @@ import pytest
 import collectives
 from collectives import Communicator, SentReceived
 from collectives.arrays.backends import HOST, Arrays
+from collectives.engines import Operands
+from collectives.programs import compile_call
 from collectives.runtime import header
 from collectives.runtime.header import Header
 from collectives.selection import choose, sends_counts_ahead
@@ -581,13 +583,11 @@ def header_left_over(comm: Communicator) -> Header:
     session, message = comm._session, np.empty(header.NUM_BYTES, np.uint8)
     arrays = Arrays(HOST, None, message)
     spec = session.spec("broadcast", arrays, message.size, algorithm="binomial")
-    run = session.runs.call(
-        spec, arrays, session.numbering.header_tag(session.numbering.num_calls), 0
-    )
-    run.begin(phase="", site="")
-    while not run.execution.advance(0.01):
+    program = compile_call(spec, comm.rank, comm.size)
+    tag = session.numbering.header_tag(session.numbering.num_calls)
+    execution = session.transport.execution(program, Operands.of(arrays), tag)
+    while not execution.advance(0.01):
         pass
-    run.complete()
     return header.decode(message)
 
 

@@ -58,7 +58,7 @@ def check_suite(
 
 # What these test is the same on any number of ranks above two.
 ON_UP_TO_FOUR_RANKS = [
-    "test_call_cache.py",
+    "test_repeated_calls.py",
     "test_errors.py",
     "test_fuzz_arguments.py",
     "test_intracomm.py",
@@ -74,7 +74,7 @@ def test_every_mpi_test_passes(num_ranks: int) -> None:
 
 
 # All communicators of these are made with `check=`, so that the variable changes nothing.
-SAY_WHETHER_TO_CHECK = ["test_call_cache.py", "test_checked.py", "test_threads.py"]
+SAY_WHETHER_TO_CHECK = ["test_repeated_calls.py", "test_checked.py", "test_threads.py"]
 
 
 def test_checked_mode_changes_no_result() -> None:

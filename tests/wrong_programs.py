@@ -15,7 +15,6 @@ from collectives.arrays.backends import Arrays, backend_of
 from collectives.arrays.operators import operator
 from collectives.engines import Operands
 from collectives.programs import INPUT, OUTPUT, SCRATCH, CallSpec, Kind, Program, Row, compile_call
-from collectives.runtime.run_pool import operands_of
 from collectives.schedule import ScheduleError
 from collectives.selection import programs
 
@@ -76,8 +75,8 @@ def require_comparison_at_every_attachment(comm: Communicator, make: Callable[[A
 
     def operands(num: int) -> Operands:
         x, out = make(np.ones(num)), make(np.zeros(num))
-        scratch = make(np.empty(program.num_scratch // 8))
-        return operands_of(Arrays(backend_of(x), x, out), scratch, operator("sum", "all_reduce"))
+        arrays, op = Arrays(backend_of(x), x, out), operator("sum", "all_reduce")
+        return Operands.of(arrays, program.num_scratch, op)
 
     execution = comm._session.transport.execution(program, operands(NUM), 0)
     execution.attach(operands(NUM), 0)

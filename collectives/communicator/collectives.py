@@ -15,59 +15,29 @@ rounded once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from collectives.arrays import Array, Operator
-from collectives.communicator import exchange, prepare
-from collectives.communicator.exchange import SentReceived
-from collectives.communicator.fast_path import collective
-from collectives.communicator.making import Maker
-from collectives.runtime import Session, Work
+from collectives.communicator import arguments, exchange
+from collectives.communicator.calls import Calls, SentReceived, collective
+from collectives.communicator.options import Async, Blocking, Starts, Waits
+from collectives.runtime import Work
 
 A = TypeVar("A")  # an array; the result has the same kind
 Op = str | Operator
-Counts = Sequence[int]
+Counts = Sequence[int] | None  # None: as evenly as possible
+Table = Sequence[int] | Sequence[Sequence[int]] | SentReceived | None
 
 
-class Blocking(TypedDict, total=False):
-    """Options of a call that returns its result."""
-
-    algorithm: str | None
-    async_op: Literal[False]
-    timeout: float | None
-
-
-class Asynchronous(TypedDict, total=False):
-    """Options of a call that returns a `Work`."""
-
-    algorithm: str | None
-    async_op: Required[Literal[True]]
-    timeout: float | None
-
-
-class Collectives:
-    """The collectives of a communicator.  `maker` makes a result, a `Work` or a plan of each."""
-
-    def __init__(self, maker: Maker) -> None:
-        self._maker, self._caller, self._cached = maker, maker.caller, maker.cached
-        self._session: Session = maker.session
-        self.rank, self.size = self._caller.rank, self._caller.size
+class Collectives(Calls):
+    """The collectives of a communicator."""
 
     # Between a root and the others
 
     @overload
-    def broadcast(
-        self, x: A | None = ..., root: int = ..., *, out: A | None = ..., **how: Unpack[Blocking]
-    ) -> A: ...
+    def broadcast(self, x: A | None = ..., root: int = ..., **how: Unpack[Blocking[A]]) -> A: ...
     @overload
-    def broadcast(
-        self,
-        x: A | None = ...,
-        root: int = ...,
-        *,
-        out: A | None = ...,
-        **how: Unpack[Asynchronous],
-    ) -> Work[A]: ...
+    def broadcast(self, x: A | None = ..., root: int = ..., **how: Unpack[Async[A]]) -> Work[A]: ...
     @collective
     def broadcast(
         self,
@@ -94,7 +64,7 @@ class Collectives:
         does not match it raises ValueError on its rank.  With `out` on every rank no header is
         sent.
         """
-        return prepare.broadcast(self._caller, x, root, out)
+        return arguments.broadcast(self, x, root, out)
 
     @overload
     def scatter(
@@ -102,19 +72,12 @@ class Collectives:
         x: A | None = ...,
         root: int = ...,
         *,
-        out: A | None = ...,
-        counts: Counts | None = ...,
-        **how: Unpack[Blocking],
+        counts: Counts = ...,
+        **how: Unpack[Blocking[A]],
     ) -> A: ...
     @overload
     def scatter(
-        self,
-        x: A | None = ...,
-        root: int = ...,
-        *,
-        out: A | None = ...,
-        counts: Counts | None = ...,
-        **how: Unpack[Asynchronous],
+        self, x: A | None = ..., root: int = ..., *, counts: Counts = ..., **how: Unpack[Async[A]]
     ) -> Work[A]: ...
     @collective
     def scatter(
@@ -123,7 +86,7 @@ class Collectives:
         root: int = 0,
         *,
         out: Array | None = None,
-        counts: Counts | None = None,
+        counts: Counts = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -143,27 +106,15 @@ class Collectives:
         Without `out`, a header with shape, dtype and counts is sent first.  With `out` on every
         rank no header is sent; then the parts must be equal, or every rank must pass `counts`.
         """
-        return prepare.scatter(self._caller, x, root, out, counts)
+        return arguments.scatter(self, x, root, out, counts)
 
     @overload
     def gather(
-        self,
-        x: A,
-        root: int = ...,
-        *,
-        out: A | None = ...,
-        counts: Counts | None = ...,
-        **how: Unpack[Blocking],
+        self, x: A, root: int = ..., *, counts: Counts = ..., **how: Unpack[Blocking[A]]
     ) -> A | None: ...
     @overload
     def gather(
-        self,
-        x: A,
-        root: int = ...,
-        *,
-        out: A | None = ...,
-        counts: Counts | None = ...,
-        **how: Unpack[Asynchronous],
+        self, x: A, root: int = ..., *, counts: Counts = ..., **how: Unpack[Async[A]]
     ) -> Work[A | None]: ...
     @collective
     def gather(
@@ -172,7 +123,7 @@ class Collectives:
         root: int = 0,
         *,
         out: Array | None = None,
-        counts: Counts | None = None,
+        counts: Counts = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -190,21 +141,15 @@ class Collectives:
 
         Returns all rows on the root, None on the other ranks.
         """
-        return prepare.gather(self._caller, x, root, out, counts)
+        return arguments.gather(self, x, root, out, counts)
 
     @overload
     def reduce(
-        self, x: A, op: Op = ..., root: int = ..., *, out: A | None = ..., **how: Unpack[Blocking]
+        self, x: A, op: Op = ..., root: int = ..., **how: Unpack[Blocking[A]]
     ) -> A | None: ...
     @overload
     def reduce(
-        self,
-        x: A,
-        op: Op = ...,
-        root: int = ...,
-        *,
-        out: A | None = ...,
-        **how: Unpack[Asynchronous],
+        self, x: A, op: Op = ..., root: int = ..., **how: Unpack[Async[A]]
     ) -> Work[A | None]: ...
     @collective
     def reduce(
@@ -230,29 +175,17 @@ class Collectives:
 
         Returns the combination on the root, None on the other ranks.
         """
-        return prepare.reduce(self._caller, x, op, root, out)
+        return arguments.reduce(self, x, op, root, out)
 
     # Among all ranks
 
     @overload
     def all_reduce(
-        self,
-        x: A,
-        op: Op = ...,
-        *,
-        out: A | None = ...,
-        shards: int | None = ...,
-        **how: Unpack[Blocking],
+        self, x: A, op: Op = ..., *, shards: int | None = ..., **how: Unpack[Blocking[A]]
     ) -> A: ...
     @overload
     def all_reduce(
-        self,
-        x: A,
-        op: Op = ...,
-        *,
-        out: A | None = ...,
-        shards: int | None = ...,
-        **how: Unpack[Asynchronous],
+        self, x: A, op: Op = ..., *, shards: int | None = ..., **how: Unpack[Async[A]]
     ) -> Work[A]: ...
     @collective
     def all_reduce(
@@ -295,7 +228,7 @@ class Collectives:
         The algorithm is then `invariant` (the default) or `invariant_one_shot`; `avg` divides by
         the number of shards.
         """
-        return prepare.reduction(self._caller, "all_reduce", x, op, out, shards=shards)
+        return arguments.reduction(self, "all_reduce", x, op, out, shards=shards)
 
     @overload
     def reduce_scatter(
@@ -303,10 +236,9 @@ class Collectives:
         x: A,
         op: Op = ...,
         *,
-        out: A | None = ...,
-        counts: Counts | None = ...,
+        counts: Counts = ...,
         shards: int | None = ...,
-        **how: Unpack[Blocking],
+        **how: Unpack[Blocking[A]],
     ) -> A: ...
     @overload
     def reduce_scatter(
@@ -314,10 +246,9 @@ class Collectives:
         x: A,
         op: Op = ...,
         *,
-        out: A | None = ...,
-        counts: Counts | None = ...,
+        counts: Counts = ...,
         shards: int | None = ...,
-        **how: Unpack[Asynchronous],
+        **how: Unpack[Async[A]],
     ) -> Work[A]: ...
     @collective
     def reduce_scatter(
@@ -326,7 +257,7 @@ class Collectives:
         op: Op = "sum",
         *,
         out: Array | None = None,
-        counts: Counts | None = None,
+        counts: Counts = None,
         shards: int | None = None,
         algorithm: str | None = None,
         async_op: bool = False,
@@ -347,23 +278,19 @@ class Collectives:
 
         Returns this rank's rows of the combination, an array of shape (counts[rank], ...).
         """
-        return prepare.reduce_scatter(self._caller, x, op, out, counts, shards)
+        return arguments.reduce_scatter(self, x, op, out, counts, shards)
 
     @overload
-    def all_gather(
-        self, x: A, *, out: A | None = ..., counts: Counts | None = ..., **how: Unpack[Blocking]
-    ) -> A: ...
+    def all_gather(self, x: A, *, counts: Counts = ..., **how: Unpack[Blocking[A]]) -> A: ...
     @overload
-    def all_gather(
-        self, x: A, *, out: A | None = ..., counts: Counts | None = ..., **how: Unpack[Asynchronous]
-    ) -> Work[A]: ...
+    def all_gather(self, x: A, *, counts: Counts = ..., **how: Unpack[Async[A]]) -> Work[A]: ...
     @collective
     def all_gather(
         self,
         x: Array,
         *,
         out: Array | None = None,
-        counts: Counts | None = None,
+        counts: Counts = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -380,33 +307,19 @@ class Collectives:
 
         Returns all rows, an array of shape (sum of counts, ...).
         """
-        return prepare.all_gather(self._caller, x, out, counts)
+        return arguments.all_gather(self, x, out, counts)
 
     @overload
-    def all_to_all(
-        self,
-        x: A,
-        *,
-        out: A | None = ...,
-        counts: Counts | Sequence[Counts] | SentReceived | None = ...,
-        **how: Unpack[Blocking],
-    ) -> A: ...
+    def all_to_all(self, x: A, *, counts: Table = ..., **how: Unpack[Blocking[A]]) -> A: ...
     @overload
-    def all_to_all(
-        self,
-        x: A,
-        *,
-        out: A | None = ...,
-        counts: Counts | Sequence[Counts] | SentReceived | None = ...,
-        **how: Unpack[Asynchronous],
-    ) -> Work[A]: ...
+    def all_to_all(self, x: A, *, counts: Table = ..., **how: Unpack[Async[A]]) -> Work[A]: ...
     @collective
     def all_to_all(
         self,
         x: Array,
         *,
         out: Array | None = None,
-        counts: Counts | Sequence[Counts] | SentReceived | None = None,
+        counts: Table = None,
         algorithm: str | None = None,
         async_op: bool = False,
         timeout: float | None = None,
@@ -434,14 +347,12 @@ class Collectives:
 
         Returns the rows that were sent to this rank, in the order of the ranks that they come from.
         """
-        return exchange.all_to_all(self._caller, x, out, counts, algorithm)
+        return exchange.all_to_all(self, x, out, counts, algorithm)
 
     @overload
-    def scan(self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Blocking]) -> A: ...
+    def scan(self, x: A, op: Op = ..., **how: Unpack[Blocking[A]]) -> A: ...
     @overload
-    def scan(
-        self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Asynchronous]
-    ) -> Work[A]: ...
+    def scan(self, x: A, op: Op = ..., **how: Unpack[Async[A]]) -> Work[A]: ...
     @collective
     def scan(
         self,
@@ -464,16 +375,12 @@ class Collectives:
         Returns the combination of the arrays of ranks 0 to `rank`, always in the order of the
         ranks.
         """
-        return prepare.reduction(self._caller, "scan", x, op, out)
+        return arguments.reduction(self, "scan", x, op, out)
 
     @overload
-    def exscan(
-        self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Blocking]
-    ) -> A | None: ...
+    def exscan(self, x: A, op: Op = ..., **how: Unpack[Blocking[A]]) -> A | None: ...
     @overload
-    def exscan(
-        self, x: A, op: Op = ..., *, out: A | None = ..., **how: Unpack[Asynchronous]
-    ) -> Work[A | None]: ...
+    def exscan(self, x: A, op: Op = ..., **how: Unpack[Async[A]]) -> Work[A | None]: ...
     @collective
     def exscan(
         self,
@@ -496,12 +403,12 @@ class Collectives:
         Returns the combination of the arrays of ranks 0 to `rank` - 1, in the order of the ranks;
         None on rank 0.
         """
-        return prepare.exscan(self._caller, x, op, out)
+        return arguments.exscan(self, x, op, out)
 
     @overload
-    def barrier(self, **how: Unpack[Blocking]) -> None: ...
+    def barrier(self, *, algorithm: str | None = ..., **how: Unpack[Waits]) -> None: ...
     @overload
-    def barrier(self, **how: Unpack[Asynchronous]) -> Work[None]: ...
+    def barrier(self, *, algorithm: str | None = ..., **how: Unpack[Starts]) -> Work[None]: ...
     def barrier(
         self, *, algorithm: str | None = None, async_op: bool = False, timeout: float | None = None
     ) -> Any:
@@ -521,4 +428,4 @@ class Collectives:
     @collective
     def _barrier(self, x: None = None, *, out: None = None, **_: Any) -> Any:
         """A barrier, with the arguments that all collectives have."""
-        return prepare.barrier(self._caller)
+        return arguments.barrier(self)

@@ -14,13 +14,11 @@ import numpy as np
 from collectives import algorithms
 from collectives.arrays import HOST, Array, Backend, Operator, operator, use_gpu, validation
 from collectives.communicator.collectives import Collectives
-from collectives.communicator.making import Calling
 from collectives.communicator.planner import Planner
 from collectives.communicator.point_to_point import PointToPoint
 from collectives.diagnostics import Counters, Ledger, MonitorUnavailable
 from collectives.engines import deadline_in
 from collectives.runtime import (
-    Session,
     all_gather_integers,
     broadcast_bytes,
     gather_bytes,
@@ -39,9 +37,6 @@ class Communicator(Collectives, PointToPoint):
     sent does not count.  Two threads that call collectives at the same time need a communicator
     each.
     """
-
-    def __init__(self, session: Session) -> None:
-        super().__init__(Calling(session))
 
     def __repr__(self) -> str:
         return f"<Communicator{self._session.name}: rank {self.rank} of {self.size}>"

@@ -4,120 +4,115 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 
 from collectives.arrays import Array, Arrays, Backend, validation
-from collectives.communicator.prepare import Caller, Deferred, Ready, in_elements
+from collectives.communicator.arguments import in_elements
+from collectives.communicator.calls import Calls, Exchange, SentReceived
 from collectives.errors import CollectiveMismatch
 from collectives.programs import Counts, OwnCounts
-from collectives.runtime import CallId, Checker, Run, Session, gather_table, send_counts_ahead
+from collectives.runtime import (
+    Arguments,
+    Checker,
+    Prepared,
+    Session,
+    Work,
+    gather_table,
+    send_counts_ahead,
+)
 from collectives.schedule import even_counts
 from collectives.selection import sends_counts_ahead
 
 CountTable = tuple[tuple[int, ...], ...]  # rows from every rank to every rank
 
 
-class SentReceived(NamedTuple):
-    """The counts of one rank in an all-to-all, with which ranks exchange no counts.
-
-        counts = collectives.SentReceived(sent=[2, 0, 5], received=[2, 1, 1])    # on rank 0 of 3
-
-    `sent`: the rows from here to each rank.  `received`: the rows from each rank to here.
-    """
-
-    sent: Sequence[int]
-    received: Sequence[int]
-
-
 def all_to_all(
-    caller: Caller, x: object, out: Array | None, counts: object, algorithm: str | None
-) -> Ready | Deferred:
+    calls: Calls, x: object, out: Array | None, counts: object, algorithm: str | None
+) -> Arguments | Exchange:
     """Any rank of an all-to-all; with only the counts of what it sends, ranks exchange them."""
-    backend, source = caller.readable(x)
+    backend, source = calls._readable(x)
     if out is not None:  # the number of rows may not be known yet
         num_rows = validation.rows(validation.writable(out, "out")[1], "all_to_all")
         validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
     ahead = algorithm if algorithm and sends_counts_ahead("all_to_all", algorithm) else None
     if isinstance(counts, SentReceived):
-        return _with_own_counts(caller, backend, source, out, counts, ahead)
-    table = _count_table(caller, source, counts)
+        return _with_own_counts(calls, backend, source, out, counts, ahead)
+    table = _count_table(calls, source, counts)
     if table is not None:
-        return _exchanged(caller, backend, source, out, table)
-    own = validation.total_counts(counts, caller.size, validation.rows(source, "all_to_all"))
+        return _exchanged(calls, backend, source, out, table)
+    own = validation.total_counts(counts, calls.size, validation.rows(source, "all_to_all"))
     if ahead is not None:
-        return partial(_after_counts_ahead, caller, backend, source, out, own, ahead)
-    return partial(_after_counts, caller, backend, source, out, own)
+        return partial(_after_counts_ahead, calls, backend, source, out, own, ahead)
+    return partial(_after_counts, calls, backend, source, out, own)
 
 
-def _count_table(caller: Caller, x: Array, counts: object) -> CountTable | None:
+def _count_table(calls: Calls, x: Array, counts: object) -> CountTable | None:
     """The rows from every rank to every rank; None if only this rank's counts are given."""
     num_rows = validation.rows(x, "all_to_all")
     if counts is None:
-        return (even_counts(num_rows, caller.size),) * caller.size
+        return (even_counts(num_rows, calls.size),) * calls.size
     if not validation.is_table(counts):
         return None
-    table = validation.count_table(counts, caller.size)
-    validation.total_counts(table[caller.rank], caller.size, num_rows)
+    table = validation.count_table(counts, calls.size)
+    validation.total_counts(table[calls.rank], calls.size, num_rows)
     return table
 
 
 def _exchanged(
-    caller: Caller, backend: Backend, source: Array, out: Array | None, table: CountTable
-) -> Ready:
+    calls: Calls, backend: Backend, source: Array, out: Array | None, table: CountTable
+) -> Arguments:
     """An all-to-all with a full table of counts."""
-    num_rows = sum(row[caller.rank] for row in table)
+    num_rows = sum(row[calls.rank] for row in table)
     elements = tuple(in_elements(row, source) for row in table)
     return _of_rows(backend, source, out, num_rows, elements)
 
 
 def _of_rows(
     backend: Backend, source: Array, out: Array | None, num_rows: int, counts: Counts
-) -> Ready:
+) -> Arguments:
     """An all-to-all by which this rank gets `num_rows`."""
     target = validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
-    return Ready(Arrays(backend, source, target), counts, target, out is not None)
+    return Arguments(Arrays(backend, source, target), counts, target, out is not None)
 
 
 def _after_counts(
-    caller: Caller,
+    calls: Calls,
     backend: Backend,
     source: Array,
     out: Array | None,
     own: Sequence[int],
-    call_id: CallId,
-) -> Generator[Run, None, Ready]:
+    work: Work[Any],
+) -> Generator[Prepared, None, Arguments]:
     """Exchange the counts, then prepare the all-to-all."""
     fields = {"collective": "all_to_all"}
-    exchanged = yield from gather_table(caller.session, own, "counts", call_id, fields=fields)
+    exchanged = yield from gather_table(calls._session, own, "counts", work, fields=fields)
     table = tuple(tuple(row) for row in exchanged.tolist())
-    return _exchanged(caller, backend, source, out, table)
+    return _exchanged(calls, backend, source, out, table)
 
 
 def _after_counts_ahead(
-    caller: Caller,
+    calls: Calls,
     backend: Backend,
     source: Array,
     out: Array | None,
     own: Sequence[int],
     algorithm: str,
-    call_id: CallId,
+    work: Work[Any],
     expected: Sequence[int] | None = None,
-) -> Generator[Run, None, Ready]:
+) -> Generator[Prepared, None, Arguments]:
     """Send the counts the way of their blocks, then prepare the all-to-all.
 
     `expected`: the rows that this rank expects from each rank, if it knows them.
     """
     fields = {"collective": "all_to_all"}
-    received, passing = yield from send_counts_ahead(
-        caller.session, own, algorithm, call_id, fields
-    )
+    received, passing = yield from send_counts_ahead(calls._session, own, algorithm, work, fields)
     if expected is not None:
-        _compare(caller.rank, received, expected)
+        _compare(calls.rank, received, expected)
     through = tuple(zip(passing, in_elements([*passing.values()], source), strict=True))
     sent_and_received = in_elements(own, source), in_elements(received, source)
-    counts = OwnCounts(caller.rank, *sent_and_received, through)
+    counts = OwnCounts(calls.rank, *sent_and_received, through)
     return _of_rows(backend, source, out, sum(received), counts)
 
 
@@ -135,18 +130,18 @@ def _difference(sender: int, sent: int, receiver: int, expected: int) -> str:
 
 
 def _with_own_counts(
-    caller: Caller,
+    calls: Calls,
     backend: Backend,
     source: Array,
     out: Array | None,
     counts: SentReceived,
     ahead: str | None,
-) -> Ready | Deferred:
+) -> Arguments | Exchange:
     """An all-to-all of which this rank knows its own row and column of the table of counts.
 
     `ahead`: the algorithm, if the counts of blocks that pass through ranks must be sent ahead.
     """
-    size, rank, num_rows = caller.size, caller.rank, validation.rows(source, "all_to_all")
+    size, rank, num_rows = calls.size, calls.rank, validation.rows(source, "all_to_all")
     sent = validation.total_counts(counts.sent, size, num_rows, "counts.sent")
     received = validation.row_counts(counts.received, size, "counts.received")
     if sent[rank] != received[rank]:
@@ -156,27 +151,27 @@ def _with_own_counts(
         )
     elements = OwnCounts(rank, in_elements(sent, source), in_elements(received, source))
     ready = _of_rows(backend, source, out, sum(received), elements)
-    checker = caller.session.checker
+    checker = calls._session.checker
     if checker is not None:
         both = (*sent, *received)
-        return partial(_after_comparison, caller.session, checker, source, ready, both)
+        return partial(_after_comparison, calls._session, checker, source, ready, both)
     if ahead is None:
         return ready
     arrays = backend, source, out
-    return partial(_after_counts_ahead, caller, *arrays, sent, ahead, expected=received)
+    return partial(_after_counts_ahead, calls, *arrays, sent, ahead, expected=received)
 
 
 def _after_comparison(
     session: Session,
     checker: Checker,
     source: Array,
-    ready: Ready,
+    ready: Arguments,
     own: Sequence[int],
-    call_id: CallId,
-) -> Generator[Run, None, Ready]:
+    work: Work[Any],
+) -> Generator[Prepared, None, Arguments]:
     """In checked mode: exchange the counts, and refuse the call on all ranks if they differ."""
     fields = {"collective": "all_to_all", "counts": "sent and received"}
-    exchanged = yield from gather_table(session, own, "counts", call_id, fields=fields)
+    exchanged = yield from gather_table(session, own, "counts", work, fields=fields)
     sent, received = np.hsplit(exchanged, 2)
     for sender, receiver in np.argwhere(sent != received.T).tolist():
         differing = sent[sender, receiver], receiver, received[receiver, sender]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, cast
 
+from collectives.communicator.calls import Calls
 from collectives.communicator.collectives import Collectives
-from collectives.communicator.making import Planning
 from collectives.communicator.point_to_point import PointToPoint
-from collectives.runtime import Plan, Session
+from collectives.runtime import Plan
 
 Parameters = ParamSpec("Parameters")
 
@@ -20,16 +20,14 @@ def _planned(
     return cast("Callable[Concatenate[Planner, Parameters], Plan]", method)
 
 
-class Planner:
+class Planner(Calls):
     """The calls of a communicator, each of which returns a `Plan`; see `Communicator.plan`.
 
     The arguments are those of the calls, without `async_op` and `timeout`.  `x` must be
     C-contiguous, because every run reads it without a copy.
     """
 
-    def __init__(self, session: Session) -> None:
-        maker = Planning(session)
-        self._maker, self._caller, self._cached = maker, maker.caller, maker.cached
+    is_planning = True
 
     broadcast = _planned(Collectives.broadcast)
     scatter = _planned(Collectives.scatter)

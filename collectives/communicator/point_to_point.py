@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Required, TypedDict, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from collectives.arrays import Array, Arrays, validation
-from collectives.communicator.making import Maker, Options, checked_options
-from collectives.communicator.prepare import Caller
-from collectives.runtime import Work
+from collectives.communicator.calls import Calls
+from collectives.communicator.options import Starts, Waits
+from collectives.runtime import Ends, Steps, Work
 
 A = TypeVar("A")  # an array; the result has the same kind
 
 
-class Blocking(TypedDict, total=False):
-    """Options of a call that returns its result."""
-
-    async_op: Literal[False]
-    timeout: float | None
-
-
-class Asynchronous(TypedDict, total=False):
-    """Options of a call that returns a `Work`."""
-
-    async_op: Required[Literal[True]]
-    timeout: float | None
-
-
-class PointToPoint:
+class PointToPoint(Calls):
     """The point-to-point calls of a communicator.
 
     An invalid argument raises TypeError or ValueError before anything is sent.
     """
 
-    _maker: Maker
-    _caller: Caller
-
     @overload
-    def send(self, x: Array, peer: int, tag: int = ..., **how: Unpack[Blocking]) -> None: ...
+    def send(self, x: Array, peer: int, tag: int = ..., **how: Unpack[Waits]) -> None: ...
     @overload
-    def send(
-        self, x: Array, peer: int, tag: int = ..., **how: Unpack[Asynchronous]
-    ) -> Work[None]: ...
+    def send(self, x: Array, peer: int, tag: int = ..., **how: Unpack[Starts]) -> Work[None]: ...
     def send(
         self,
         x: Array,
@@ -65,14 +46,15 @@ class PointToPoint:
         Raises `CollectiveTimeout`, which names the rank that it waits for, after `timeout` seconds,
         and TypeError or ValueError, before anything is sent, for an invalid argument.
         """
-        options = checked_options(self._maker, "send", None, async_op, timeout)
-        arrays = Arrays(*self._caller.readable(x), None)
-        return self._message(options, arrays, tag, self._peer(peer, options), None)
+        self._refuse_options_of_calls(async_op, timeout)
+        arrays = Arrays(*self._readable(x), None)
+        dest = self._peer(peer, async_op)
+        return self._message("send", arrays, tag, dest, None, async_op, timeout)
 
     @overload
-    def recv(self, x: A, peer: int, tag: int = ..., **how: Unpack[Blocking]) -> A: ...
+    def recv(self, x: A, peer: int, tag: int = ..., **how: Unpack[Waits]) -> A: ...
     @overload
-    def recv(self, x: A, peer: int, tag: int = ..., **how: Unpack[Asynchronous]) -> Work[A]: ...
+    def recv(self, x: A, peer: int, tag: int = ..., **how: Unpack[Starts]) -> Work[A]: ...
     def recv(
         self,
         x: Array,
@@ -99,10 +81,10 @@ class PointToPoint:
         rank that it waits for, after `timeout` seconds, and TypeError or ValueError, before
         anything is posted, for an invalid argument.
         """
-        options = checked_options(self._maker, "recv", None, async_op, timeout)
+        self._refuse_options_of_calls(async_op, timeout)
         backend, target = validation.writable(x, "x")
-        source = self._peer(peer, options)
-        return self._message(options, Arrays(backend, None, target), tag, None, source)
+        source, arrays = self._peer(peer, async_op), Arrays(backend, None, target)
+        return self._message("recv", arrays, tag, None, source, async_op, timeout)
 
     def probe(self, tag: int = 0) -> int | None:
         """Return a rank whose message with this tag has arrived, without waiting for one.
@@ -116,7 +98,7 @@ class PointToPoint:
         Returns a rank from which `recv` would receive now, or None if no message has arrived that
         is not received yet.  Raises TypeError or ValueError for an invalid tag.
         """
-        session = self._caller.session
+        session = self._session
         session.check()
         return session.transport.probe(session.numbering.user_tag(tag))
 
@@ -129,7 +111,7 @@ class PointToPoint:
         tag: int = ...,
         *,
         out: A | None = ...,
-        **how: Unpack[Blocking],
+        **how: Unpack[Waits],
     ) -> A: ...
     @overload
     def send_recv(
@@ -140,7 +122,7 @@ class PointToPoint:
         tag: int = ...,
         *,
         out: A | None = ...,
-        **how: Unpack[Asynchronous],
+        **how: Unpack[Starts],
     ) -> Work[A]: ...
     def send_recv(
         self,
@@ -166,24 +148,43 @@ class PointToPoint:
 
         Returns the array with the received data.  Raises the errors of `send` and `recv`.
         """
-        options = checked_options(self._maker, "send_recv", None, async_op, timeout)
-        backend, array = self._caller.readable(x)
+        self._refuse_options_of_calls(async_op, timeout)
+        backend, array = self._readable(x)
         target = validation.result(out, backend, tuple(array.shape), array.dtype)
         if out is not None and validation.aliasing(backend, array, target) != "none":
             raise ValueError("out shares memory with x, which is sent while out is filled")
-        to = validation.rank(dest, self._caller.size, "dest")
-        origin = validation.rank(source, self._caller.size, "source")
-        return self._message(options, Arrays(backend, array, target), tag, to, origin)
+        to = validation.rank(dest, self.size, "dest")
+        origin = validation.rank(source, self.size, "source")
+        arrays = Arrays(backend, array, target)
+        return self._message("send_recv", arrays, tag, to, origin, async_op, timeout)
 
     def _message(
-        self, options: Options, arrays: Arrays, tag: int, dest: int | None, source: int | None
+        self,
+        name: str,
+        arrays: Arrays,
+        tag: int,
+        dest: int | None,
+        source: int | None,
+        async_op: bool,
+        timeout: float | None,
     ) -> Any:
-        tag = self._caller.session.numbering.user_tag(tag)
-        return self._maker.make_message(options, arrays, tag, dest, source)
+        """Make a send, a receive, or both at once, or a plan of it."""
+        session, limit = self._session, validation.seconds(timeout)
+        number = session.numbering.user_tag(tag)
+        ends, messages = Ends.of(name, arrays, dest, source), session.messages
+        if self.is_planning:
+            session.check()
+            return messages.plan(ends, arrays, number)
 
-    def _peer(self, peer: object, options: Options) -> int:
-        number = validation.rank(peer, self._caller.size, "peer")
-        if number == self._caller.rank and not options.async_op:
+        def steps(_: Work[Any]) -> Steps:
+            yield messages.take(ends, arrays, number)
+            return arrays.target
+
+        return session.message(steps, limit, bool(async_op))
+
+    def _peer(self, peer: object, async_op: object) -> int:
+        number = validation.rank(peer, self.size, "peer")
+        if number == self.rank and not async_op:
             raise ValueError(
                 f"rank {number} would wait for itself; async_op=True or send_recv can serve that"
             )

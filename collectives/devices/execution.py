@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from weakref import ref
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays import Array
+from collectives.arrays import Array, Arrays
 from collectives.devices.agreement import Agreement
 from collectives.devices.call import DeviceCall
 from collectives.devices.check import Check, until
@@ -53,16 +54,16 @@ class OnDevice:
     whether a call that would be staged is refused.  `why_staged`: why this rank's array cannot be
     used by its peers; "" if it can.  `check`: the comparison of the next run, in checked mode.
     `waits_for_device`: whether a run ends when the device has done it.
-    `mark`: set by who may start it again on the arrays of the last run, until others are attached.
     `when_staged`: called before a run that is staged sends anything.
     """
 
     check: Check | None = None
     waits_for_device = _is_blocking = False
     _may_others_run: Callable[[], bool] | None = None  # after this rank has said that it does
-    mark: object = None
+    _last_arrays: LastArrays | None = None  # of the last run, if the next one may be on them
     when_staged: Callable[[], object] | None = None
     state_address = 0  # the state is its own
+    reads_input = False  # `run` itself looks at the arrays
 
     def __init__(
         self,
@@ -114,7 +115,8 @@ class OnDevice:
             operands = operands._replace(scratch=self._scratch)
         else:
             operands = _with_scratch(operands, self._num_scratch)
-        self._operands, self._tag, self.mark = operands, tag, None
+        self._operands, self._tag, self._last_arrays = operands, tag, None
+        self._combining = operands.function, operands.divisor
         self._exposed.attach(operands)
 
     @property
@@ -373,14 +375,47 @@ class OnDevice:
         counter: NDArray[np.int64],
         source: Array | None,
         target: Array | None,
+        tags: range = range(0),
     ) -> None:
-        """See `Reusable.make_reusable`; the arrays are those that are attached."""
+        """See `Reusable.make_reusable`; the arrays of a plan are those that are attached."""
         self._loop.log_runs(log, key, counter)
 
+    def make_reusable_like(self, other: OnDevice, key: int) -> None:
+        """See `Reusable.make_reusable_like`."""
+        self._loop.log_runs_like(other._loop, key)
+
+    def set_arrays(self, source: Array | None, target: Array | None) -> None:
+        """Let `run` start the next run of a call if it is on these arrays."""
+        self._last_arrays = LastArrays(source, target)
+
+    def fits(self, state: int, source: int, target: int) -> bool:
+        """Python starts no run that compiled code might start, but a new one."""
+        return False
+
+    def update_dtypes(self, source: Array | None, target: Array | None) -> bool:
+        """See `Reusable.update_dtypes`; `run` compares no dtypes."""
+        return False
+
     def run(self, state: int, source: int, target: int, nanoseconds: int) -> int:
-        """See `Loop.run` of `Reusable`; the arrays are those that are attached."""
-        self._loop.use_callers_stream()
-        return self._run_in_code(nanoseconds)
+        """See `Loop.run` of `Reusable`; a call is on the arrays of its last run, or is a misfit."""
+        misfit = int(self._loop.names.MISFIT)
+        if self.is_plan:
+            self._loop.use_callers_stream()
+            return self._run_in_code(nanoseconds)
+        if self._last_arrays is None or not self._last_arrays.are(source, target):
+            return misfit
+        if not self._turns.is_free or not self.take():
+            return misfit
+        try:
+            self._loop.use_callers_stream()
+            answer = self._run_in_code(nanoseconds)
+        except BaseException:
+            if not self.is_running:  # it was complete, or has not begun
+                self.forget()
+            raise
+        if answer == self._loop.names.DONE:
+            self.note_kept()
+        return answer
 
     def start(self, state: int, source: int, target: int, nanoseconds: int) -> int:
         """See `Loop.start` of `Reusable`; the arrays are those that are attached."""
@@ -403,11 +438,16 @@ class OnDevice:
         with self._backend.on_stream(stream):
             return self._loop.run(self._links.pointer(stream), nanoseconds)
 
-    def started(self, answer: int) -> bool:
+    def started(self, answer: int, source: Array | None, target: Array | None) -> bool:
         """See `Reusable.started`."""
         names = self._loop.names
         if answer == names.MISFIT:
             return False
+        if not self.is_plan:  # its arrays were released after its last run
+            arrays, (function, divisor) = Arrays(self._backend, source, target), self._combining
+            operands = Operands.of(arrays)._replace(function=function, divisor=divisor)
+            self.attach(operands, self._tag)
+            self.set_arrays(source, target)
         self._begin(self._loop.run_number)
         if not self._loop.is_start_noted:  # because no context was current
             with self._backend.on_stream(self._stream):
@@ -670,6 +710,27 @@ class OnDevice:
         while not is_complete:
             yield None
             is_complete = self._staged.advance(0.0)
+
+
+class LastArrays:
+    """The arrays of the last run, which it does not keep alive."""
+
+    def __init__(self, source: Array | None, target: Array | None) -> None:
+        arrays = source, target
+        self._references = [nothing if x is None else ref(x) for x in arrays]
+        self._ids = [id(x) for x in arrays]
+        self._shapes = [None if x is None else x.shape for x in arrays]
+
+    def are(self, source: int, target: int) -> bool:
+        """Whether objects with these addresses are the same arrays, with the same shapes."""
+        if self._ids != [source, target]:
+            return False
+        arrays = [reference() for reference in self._references]
+        return self._shapes == [None if x is None else x.shape for x in arrays]
+
+
+def nothing() -> None:
+    """Stand for a reference to no array, or to one that is gone."""
 
 
 def _with_scratch(operands: Operands, num_bytes: int) -> Operands:

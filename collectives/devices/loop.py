@@ -138,6 +138,11 @@ class Loop:
         self.words[self.names.KEY : self.names.COUNTER_AT + 1] = words
         self._logged = log, counter
 
+    def log_runs_like(self, other: Loop, key: int) -> None:
+        """Number and log runs as another loop does."""
+        log, counter = other._logged
+        self.log_runs(log, key, counter)
+
     @property
     def can_be_kernel(self) -> bool:
         """Whether there is a kernel that runs whole programs, and room for it on the device."""

@@ -228,6 +228,8 @@ class CompiledExecution:
 
     def attach(self, operands: Operands, tag: int) -> None:
         """Set the arrays and the tag of the next run."""
+        if self._scratch is not None:
+            operands = operands._replace(scratch=self._scratch)
         self.program.check_arrays(operands.input, operands.output, operands.scratch)
         names, self._operands = self._names, operands
         places = address(operands.input), address(operands.output), address(operands.scratch)
@@ -310,8 +312,8 @@ class CompiledExecution:
         """The tag of the current run."""
         return int(self.state[self._names.TAG])
 
-    def started(self, answer: int) -> bool:
-        """Continue after the answer of `loop.run`; return False if the run has not started."""
+    def started(self, answer: int, source: Array | None, target: Array | None) -> bool:
+        """See `Reusable.started`."""
         names = self._names
         self._pending_answer = None if answer in (names.MISFIT, names.WAITING) else answer
         return bool(answer != names.MISFIT)
@@ -330,11 +332,6 @@ class CompiledExecution:
     def log_entry(self) -> int:
         """The index of that run's entry in the log."""
         return int(self.state[self._names.ENTRY])
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory that the idle execution needs, in bytes."""
-        return int(self.program.rows.nbytes + self.program.num_scratch + 8192)
 
     @property
     def row(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from collectives.arrays import Array, Backend, BinaryFunction, Bytes
+from collectives.arrays import Array, Arrays, Backend, BinaryFunction, Bytes, Operator
 from collectives.diagnostics import CallLog, FlightRecorder, Waiting
 from collectives.engines.board import Board
 from collectives.programs import Program
@@ -33,6 +33,22 @@ class Operands(NamedTuple):
     scratch: Array
     function: str | BinaryFunction | None = None
     divisor: int = 1
+
+    @classmethod
+    def of(
+        cls, arrays: Arrays, num_scratch: int = 0, op: Operator | None = None, divisor: int = 1
+    ) -> Operands:
+        """Flatten the arrays of a call, and allocate so many bytes of scratch."""
+        (backend, source, target), dtype = arrays, arrays.dtype
+        nothing = backend.empty((0,), dtype)
+        return cls(
+            backend,
+            nothing if source is None else source.reshape(-1),
+            nothing if target is None else target.reshape(-1),
+            backend.empty((num_scratch // dtype.itemsize,), dtype) if num_scratch else nothing,
+            None if op is None else op.function,
+            divisor,
+        )
 
 
 class MessageMemory(Protocol):
@@ -178,10 +194,6 @@ class Reusable(Execution, Protocol):
         """Whether runs need an input."""
 
     @property
-    def num_bytes(self) -> int:
-        """The memory that the idle execution needs, in bytes."""
-
-    @property
     def is_running(self) -> bool:
         """Whether a run that compiled code has started is not complete."""
 
@@ -233,8 +245,11 @@ class Reusable(Execution, Protocol):
     def set_arrays(self, source: Array | None, target: Array | None) -> None:
         """Set the arrays of the next run, which Python starts."""
 
-    def started(self, answer: int) -> bool:
-        """Continue after the answer of `loop.run`; return False if the run has not started."""
+    def started(self, answer: int, source: Array | None, target: Array | None) -> bool:
+        """Continue after the answer of `loop.run`; return False if the run has not started.
+
+        `source` and `target`: the arrays on which `loop.run` has started it.
+        """
 
 
 class Messages(Protocol):

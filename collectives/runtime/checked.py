@@ -13,37 +13,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache, partial
-from typing import Literal, NoReturn, Protocol
+from typing import Literal, NoReturn
 
 import numpy as np
 
 from collectives import algorithms
 from collectives.arrays import HOST, Array, Arrays, Backend, Bytes, has_infinities
 from collectives.devices import Check
-from collectives.diagnostics import Ancestry, Recorder
 from collectives.engines import HEADER, MESSAGES, Execution, Operands
 from collectives.errors import CollectiveError, CollectiveMismatch, NotFinite, on_all_ranks
 from collectives.programs import CallSpec, compile_call
 from collectives.runtime import fingerprint
 from collectives.runtime.description import Compared, line_of_caller
 from collectives.runtime.fingerprint import BAD_VALUE, Digest, Fingerprint
-from collectives.runtime.numbering import Numbering
-from collectives.runtime.run import Run
-from collectives.runtime.shown import Shown
-from collectives.runtime.work import Owner as Caller
+from collectives.runtime.prepared import Prepared, Shown
+from collectives.runtime.preparing import Origin, recorder_of
 from collectives.runtime.work import Steps, Work, end_interrupted
 
 Mode = Literal["calls", "finite"]
 LABEL, ALGORITHM = "check", "bruck"  # in the ledger; it serves any p in log p rounds
-
-
-class Owner(Caller, Protocol):
-    """What makes the calls that are compared: a session."""
-
-    ancestry: Ancestry
-    axis: str
-
-    numbering: Numbering
 
 
 class Checker:
@@ -53,7 +41,7 @@ class Checker:
     it to False, because it copies the data of some ranks.
     """
 
-    def __init__(self, owner: Owner, mode: Mode) -> None:
+    def __init__(self, owner: Origin, mode: Mode) -> None:
         self._owner, self.mode, self._board = owner, mode, owner.transport.board
         self.compares_place = True
 
@@ -137,9 +125,9 @@ class Checker:
 
         return Check(self._board, digest, call.check, messages)
 
-    def steps(self, call: Compared) -> CheckedSteps:
-        """The comparison before cached calls like this one."""
-        return CheckedSteps(self, self._owner, call)
+    def comparison(self, call: Compared) -> Comparison:
+        """Return the comparison before later calls of the same kind, by compiled code."""
+        return Comparison(self, self._owner, call)
 
     def _exchange(self, mine: Bytes, call: Compared) -> Steps:
         """Send every rank's message to every rank; return a table with a row for each rank."""
@@ -189,37 +177,35 @@ def _name(name: str, _: int) -> str:
 
 
 def exchange(
-    owner: Owner,
+    owner: Origin,
     mine: Bytes,
     table: Bytes,
     call: Compared,
     named: Callable[[int], str],
     number: int,
-) -> Run:
-    """The run that sends every rank's message to every rank."""
+) -> Prepared:
+    """Prepare what sends every rank's message to every rank."""
     transport = owner.transport
     program = compile_call(
         _exchange_spec(transport.size, mine.size), transport.rank, transport.size
     )
     operands = Operands(HOST, mine, table, np.empty(program.num_scratch, np.uint8))
     execution = transport.execution(program, operands, owner.numbering.check_tag(call.check))
-    recorder = Recorder(
-        (LABEL, ALGORITHM), named, program.sent, owner.ancestry, transport.rank, owner.axis
-    )
+    recorder = recorder_of(owner, (LABEL, ALGORITHM), named, program.sent)
     shown = Shown(recorder, f"{program.num_rounds} of its check")
-    run = Run(transport, program, execution, shown)
-    run.number, run.is_ahead = number, True
-    run.scratch_bytes = call.scratch_bytes
-    return run
+    prepared = Prepared(transport, program, execution, shown)
+    prepared.number, prepared.is_ahead = number, True
+    prepared.scratch_bytes = call.scratch_bytes
+    return prepared
 
 
-class CheckedSteps:
-    """The comparison before a cached call; compiled code exchanges the digests.
+class Comparison:
+    """The comparison before calls of a kind; compiled code exchanges the digests.
 
     `call`: the first of these calls; the others differ from it only in their numbers.
     """
 
-    def __init__(self, checker: Checker, owner: Owner, call: Compared) -> None:
+    def __init__(self, checker: Checker, owner: Origin, call: Compared) -> None:
         self._checker, self._owner = checker, owner
         self._spec, self._fields = call.spec, call.fields
         self._has_result = call.arrays.target is not None
@@ -229,11 +215,9 @@ class CheckedSteps:
         mine, table = self._mine.view(np.uint8), self._table.reshape(-1).view(np.uint8)
         self._arrays = mine, table
         self._run = exchange(owner, mine, table, call, str, 0)
-        self._execution = self._run.reusable
-        log, tags = self._run.log, owner.numbering.check_tags
-        self._execution.make_reusable(
-            log, self._run.key, owner.numbering.num_checks_made, mine, table, tags
-        )
+        self._execution, numbering = self._run.reusable, owner.numbering
+        arrays = Arrays(HOST, mine, table)
+        self._run.let_code_start(numbering.num_checks_made, arrays, numbering.check_tags)
         self._answer = 0
 
     def all_agree(self, number: int, max_wait: int) -> bool:
@@ -247,17 +231,16 @@ class CheckedSteps:
             if self._answer:
                 return False
         except BaseException as error:
-            work = Work.of(self._owner, self._run, own, table)
-            work.is_blocking = True
+            work = Work.of(self._owner, self._run, own, table, is_blocking=True)
             end_interrupted(work, self._run, error)
             raise
         return bool(table.tobytes() == own.tobytes() * len(self._table))
 
-    def steps(self, run: Run, x: Array | None, out: Array | None) -> Steps:
+    def steps(self, run: Prepared, x: Array | None, out: Array | None) -> Steps:
         """The remaining steps if digests are missing or differ."""
         execution, checker = self._execution, self._checker
         if self._answer:
-            execution.started(self._answer)
+            execution.started(self._answer, *self._arrays)
             self._run.started_by_code()
             run.number = self._owner.numbering.num_calls + 1
             self._run.part_of = run.title

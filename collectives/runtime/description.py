@@ -10,7 +10,7 @@ from functools import lru_cache
 from collectives.arrays import OPERATORS, Array, Arrays, Operator, num_elements
 from collectives.programs import CallSpec, CountOfEachBlock, Counts, OwnCounts
 from collectives.runtime.fingerprint import Fingerprint
-from collectives.runtime.run import Run
+from collectives.runtime.prepared import Prepared
 from collectives.schedule import SPECS
 
 # The folders of files whose frames are not those of a caller.
@@ -28,7 +28,7 @@ class Compared:
     has_number = False
 
     def __init__(
-        self, spec: CallSpec, arrays: Arrays, run: Run, check: int, fields: Mapping[str, str]
+        self, spec: CallSpec, arrays: Arrays, run: Prepared, check: int, fields: Mapping[str, str]
     ) -> None:
         self.spec, self.arrays, self.fields, self.check = spec, arrays, fields, check
         self.name, self.title, self.number = run.name, run.title, run.number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,10 @@ from collectives.arrays import HOST, Arrays, Bytes
 from collectives.programs import CountOfEachBlock, Message, Step, passing_blocks
 from collectives.runtime import header
 from collectives.runtime.header import Header
-from collectives.runtime.numbering import CallId
+from collectives.runtime.performing import perform
+from collectives.runtime.preparing import prepare_steps
 from collectives.runtime.session import Session
-from collectives.runtime.work import Steps
+from collectives.runtime.work import Steps, Work
 from collectives.schedule import Piece, Region, Round, incoming, outgoing
 from collectives.selection import select
 
@@ -31,7 +31,7 @@ def broadcast_header(
     head: Header | None,
     root: int,
     num_counts: int,
-    call_id: CallId,
+    work: Work[Any],
     fields: Mapping[str, str],
 ) -> Steps:
     """Send the root's header to every rank, before the call itself.
@@ -43,8 +43,8 @@ def broadcast_header(
         message = header.encode(head)
     arrays = Arrays(HOST, None if head is None else message, message)
     named: dict[str, Any] = {"root": root, "algorithm": "binomial", "label": "header"}
-    spec = session.spec("broadcast", arrays, message.size, **named, is_blocking=call_id.is_blocking)
-    yield from session.perform(spec, arrays, call_id, is_ahead=True, fields=fields)
+    spec = session.spec("broadcast", arrays, message.size, **named, is_blocking=work.is_blocking)
+    yield from perform(session, work, spec, arrays, is_ahead=True, fields=fields)
     return header.decode(message)
 
 
@@ -52,7 +52,7 @@ def gather_table(
     session: Session,
     numbers: Sequence[int],
     label: str,
-    call_id: CallId,
+    work: Work[Any],
     *,
     is_ahead: bool = True,
     fields: Mapping[str, str] | None = None,
@@ -62,7 +62,7 @@ def gather_table(
     table = np.empty((size, mine.size), np.int64)
     arrays = Arrays(HOST, mine, table)
     spec = session.spec("all_gather", arrays, (mine.size,) * size, label=label)
-    yield from session.perform(spec, arrays, call_id, is_ahead=is_ahead, fields=fields)
+    yield from perform(session, work, spec, arrays, is_ahead=is_ahead, fields=fields)
     return table
 
 
@@ -70,7 +70,7 @@ def send_counts_ahead(
     session: Session,
     counts: Sequence[int],
     algorithm: str,
-    call_id: CallId,
+    work: Work[Any],
     fields: Mapping[str, str],
 ) -> Steps:
     """Send the count of every block the way that an all-to-all by `algorithm` sends the block.
@@ -87,7 +87,7 @@ def send_counts_ahead(
     arrays = Arrays(HOST, np.repeat(np.array(counts, np.int64), num_pieces), known)
     named: dict[str, Any] = {"algorithm": algorithm, "label": "counts"}
     spec = session.spec("all_to_all", arrays, CountOfEachBlock(), **named)
-    yield from session.perform(spec, arrays, call_id, is_ahead=True, fields=fields)
+    yield from perform(session, work, spec, arrays, is_ahead=True, fields=fields)
     received, others = np.split(known, [size * num_pieces])
     blocks = [each.block if isinstance(each, Piece) else each for each in passing]
     return received[::num_pieces].tolist(), dict(zip(blocks, others.tolist(), strict=True))
@@ -100,7 +100,10 @@ def all_gather_integers(
     session: Session, numbers: Sequence[int], label: str, timeout: float | None = None
 ) -> NDArray[np.int64]:
     """Gather a few integers of every rank on every rank, one row for each."""
-    steps = partial(gather_table, session, numbers, label, is_ahead=False)
+
+    def steps(work: Work[Any]) -> Steps:
+        return gather_table(session, numbers, label, work, is_ahead=False)
+
     table: NDArray[np.int64] = session.call_part(steps, timeout)
     return table
 
@@ -114,7 +117,7 @@ def broadcast_integers(
         shared[:] = numbers
     arrays = Arrays(HOST, None if numbers is None else shared, shared)
     spec = session.spec("broadcast", arrays, length, root=root, label=label)
-    session.call_part(partial(session.perform, spec, arrays))
+    session.call_part(lambda work: perform(session, work, spec, arrays))
     return [int(number) for number in shared]
 
 
@@ -127,7 +130,7 @@ def broadcast_bytes(session: Session, data: bytes, label: str) -> bytes:
         shared[:] = np.frombuffer(data, np.uint8)
     arrays = Arrays(HOST, shared if is_root else None, shared)
     spec = session.spec("broadcast", arrays, shared.size, label=label)
-    session.call_part(partial(session.perform, spec, arrays))
+    session.call_part(lambda work: perform(session, work, spec, arrays))
     return shared.tobytes()
 
 
@@ -138,7 +141,7 @@ def gather_bytes(session: Session, data: bytes, label: str) -> list[bytes] | Non
     whole = np.empty(int(lengths.sum()), np.uint8) if is_root else None
     arrays = Arrays(HOST, np.frombuffer(data, np.uint8), whole)
     spec = session.spec("gather", arrays, tuple(lengths.tolist()), label=label)
-    session.call_part(partial(session.perform, spec, arrays))
+    session.call_part(lambda work: perform(session, work, spec, arrays))
     if whole is None:
         return None
     return [part.tobytes() for part in np.split(whole, np.cumsum(lengths)[:-1])]
@@ -154,8 +157,9 @@ def subgroup_barrier(session: Session, members: Sequence[int], timeout: float | 
     steps = [_step(each, members) for each in rounds]
     number = f"{session.name}s{session.num_children[tuple(members)] + 1}"
 
-    def steps_of(call_id: CallId) -> Steps:
-        yield session.runs.subgroup_barrier(steps, session.numbering.subgroup_tag, number)
+    def steps_of(work: Work[Any]) -> Steps:
+        names = "subgroup", "dissemination"
+        yield prepare_steps(session, names, steps, session.numbering.subgroup_tag, number)
 
     session.call_part(steps_of, timeout)
 

@@ -88,6 +88,12 @@ class Numbering:
         """Count at least as many calls as another rank, after the ranks' calls differed."""
         self.num_calls_made[0] = max(self.num_calls, num_calls)
 
+    def tag(self, number: int, *, is_blocking: bool) -> int:
+        """The tag of the messages of the call of this number."""
+        if not self.tags(is_blocking):
+            return self.blocking_tag
+        return self.async_tag(number)
+
     def async_tag(self, number: int) -> int:
         """The tag of a call of this number that does not block, and of all runs of a plan."""
         return self.async_tags[number % len(self.async_tags)]
@@ -111,44 +117,3 @@ class Numbering:
         if not 0 <= number <= largest:
             raise ValueError(f"tag must be from 0 to {largest}, got {number}")
         return self._user_tags[number]
-
-
-class CallId:
-    """The number of a call, and its tags.
-
-    The number is assigned when it is first needed, so a call that is refused has no number.
-    `has_turn`: whether later calls on devices wait for it.
-    """
-
-    has_turn = False
-
-    def __init__(self, numbering: Numbering, is_blocking: bool) -> None:
-        self._numbering, self.is_blocking = numbering, is_blocking
-        self._number: int | None = None
-        self._check: int | None = None
-
-    @property
-    def number(self) -> int:
-        """The number of the call."""
-        if self._number is None:
-            self._number = self._numbering.next_number()
-        return self._number
-
-    @property
-    def tag(self) -> int:
-        """The tag of the call's own messages."""
-        if not self._numbering.tags(self.is_blocking):
-            return self._numbering.blocking_tag
-        return self._numbering.async_tag(self.number)
-
-    @property
-    def header_tag(self) -> int:
-        """The tag of headers and counts that are sent before the call."""
-        return self._numbering.header_tag(self.number)
-
-    @property
-    def check(self) -> int:
-        """The number of the call's comparison in checked mode."""
-        if self._check is None:
-            self._check = self._numbering.next_check()
-        return self._check

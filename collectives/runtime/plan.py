@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import Array, validation
+from collectives.arrays import Array, Arrays, validation
 from collectives.engines import Action, Enqueued, Reusable
-from collectives.runtime.run import Run
-from collectives.runtime.session import Session
-from collectives.runtime.work import Steps, Work, end_interrupted
+from collectives.runtime.prepared import Prepared
+from collectives.runtime.work import Owner, Steps, Work, end_interrupted
 
 
 def _no_steps() -> Steps:
@@ -31,48 +30,52 @@ class Plan:
     """
 
     def __init__(
-        self, session: Session, run: Run, steps: Callable[[], Steps], result: Array | None
+        self,
+        owner: Owner,
+        prepared: Prepared,
+        steps: Callable[[], Steps],
+        result: Array | None,
+        give: Callable[[Prepared], object] | None = None,
     ) -> None:
-        """`steps`: makes the steps of a run, with the comparisons of checked mode."""
-        self._session, self._run, self._steps = session, run, steps
-        self.result, self.timeout = result, session.timeout
+        """Make the plan that holds a prepared call.
+
+        `steps`: makes the steps of a run, with the comparisons of checked mode.  `give`: takes the
+        prepared call back when the plan is freed.
+        """
+        self._owner, self._prepared, self._steps, self._give = owner, prepared, steps, give
+        self.result, self.timeout = result, owner.timeout
         self.num_runs = np.zeros(1, np.int64)  # compiled code increments it too
-        self._in_flight = session.transport.in_flight
-        self._max_wait = int(session.transport.max_wait * 1e9)
+        self._in_flight = owner.transport.in_flight
+        self._max_wait = int(owner.transport.max_wait * 1e9)
         self._execution: Reusable | None = None  # set if compiled code may start it
         self._arrays: tuple[Array | None, Array | None] = None, None
         self._work: Work[Any] | None = None
         self._enqueued: Enqueued | None = None  # by a start that compiled code has completed
         self._is_busy = False
         self._last_title = ""  # set when the plan is freed
-        self._release: Callable[[Run], object] | None = None
         self._unfreed = [None]  # a token that `free` takes, so that only one thread frees it
 
-    def use_compiled_start(
-        self,
-        source: Array | None,
-        target: Array | None,
-        release: Callable[[Run], object] | None = None,
-    ) -> None:
-        """Let compiled code start runs that read `source` and write `target`.
-
-        `release`: called with the run when the plan is freed.
-        """
-        self._execution = execution = self._run.reusable
+    def let_code_start(self, arrays: Arrays, tag: int) -> None:
+        """Let compiled code start runs on these arrays, all with this tag."""
+        prepared, (_, source, target) = self._prepared, arrays
+        self._execution = execution = prepared.reusable
+        if prepared.is_reusable:
+            execution.reuse_for_plan(prepared.key, self.num_runs, tag)
+        else:
+            prepared.let_code_start(self.num_runs, arrays)
         self._arrays = source, target
         self._compiled, self._at = execution.loop.run, execution.state_address
         self._start_compiled = execution.loop.start
         self._x, self._out = id(source), id(target)
-        self._release = release
 
     @property
     def title(self) -> str:
         """What is run, as error messages name it: collective, algorithm, number of the call."""
         if self._last_title:
             return self._last_title
-        if not self._run.is_running:
-            self._run.number = max(int(self.num_runs[0]), 1)
-        return self._run.title
+        if not self._prepared.is_running:
+            self._prepared.number = max(int(self.num_runs[0]), 1)
+        return self._prepared.title
 
     def run(self, timeout: float | None = None) -> Array | None:
         """Start and wait; return the result.
@@ -84,13 +87,13 @@ class Plan:
         if (work := self._work) is not None and work.is_done and not work.has_failed:
             self._work = work = None
         is_free = work is None and not self._is_busy
-        if self._execution is None or not is_free or not self._session.has_fast_path:
+        if self._execution is None or not is_free or not self._owner.has_fast_path:
             return self._new_work().run(self._limit(timeout))
         self._is_busy = True
         try:
             max_wait = 0 if self._in_flight else self._max_wait
             answer = self._compiled(self._at, self._x, self._out, max_wait)
-            if answer and self._execution.started(answer):
+            if answer and self._execution.started(answer, *self._arrays):
                 self._is_busy = False
                 return self._started_work().run(self._limit(timeout))
         except BaseException as error:
@@ -106,37 +109,37 @@ class Plan:
 
     def start(self) -> None:
         """Start a run.  Raises RuntimeError during a run, after a failure, and after `free`."""
-        work, session = self._work, self._session
+        work, owner = self._work, self._owner
         is_free = not self._is_busy and (work is None or (work.is_done and not work.has_failed))
-        if self._execution is None or not is_free or not session.has_fast_path:
-            self._new_work().start(session.thread, session.thread_delay)
+        if self._execution is None or not is_free or not owner.has_fast_path:
+            self._new_work().start(owner.thread, owner.thread_delay)
             return
         self._work = None
         try:
             answer = self._start_compiled(self._at, self._x, self._out, 0)
-            if answer and self._execution.started(answer):
-                self._started_work().start(session.thread, session.thread_delay)
+            if answer and self._execution.started(answer, *self._arrays):
+                self._started_work().start(owner.thread, owner.thread_delay)
                 return
         except BaseException as error:
             self._end_interrupted(error)
             raise
         if answer:
-            self._new_work().start(session.thread, session.thread_delay)
+            self._new_work().start(owner.thread, owner.thread_delay)
         else:
             self._enqueued, self._execution.limit = self._execution.enqueued, self.timeout
 
     def _started_work(self) -> Work[Any]:
         """The work of a run that compiled code has started."""
-        self._run.started_by_code()
-        self._run.execution.limit = self.timeout
-        work = Work.of(self._session, self._run, self._arrays, self.result, timeout=self.timeout)
+        self._prepared.started_by_code()
+        self._prepared.execution.limit = self.timeout
+        work = Work.of(self._owner, self._prepared, self._arrays, self.result, timeout=self.timeout)
         self._work = work
         return work
 
     def _end_interrupted(self, error: BaseException) -> None:
         """End a run that a signal interrupted just after it started."""
-        work = self._work or Work.of(self._session, self._run, self._arrays, self.result)
-        end_interrupted(work, self._run, error)
+        work = self._work or Work.of(self._owner, self._prepared, self._arrays, self.result)
+        end_interrupted(work, self._prepared, error)
         if work.is_done:
             self._work = work
 
@@ -148,13 +151,13 @@ class Plan:
             self._refuse("has failed")
         if self._last_title:
             self._refuse("was freed")
-        self._session.check()
+        self._owner.check()
         self.num_runs[0] += 1
-        self._run.number = int(self.num_runs[0])
-        self._work = Work(self._session, self._all_steps(), self.timeout)
+        self._prepared.number = int(self.num_runs[0])
+        self._work = Work(self._owner, self._all_steps, self.timeout)
         return self._work
 
-    def _all_steps(self) -> Steps:
+    def _all_steps(self, _: Work[Any]) -> Steps:
         yield from self._steps()
         return self.result
 
@@ -174,7 +177,7 @@ class Plan:
         if self._work is not None:
             return self._work.test()
         enqueued = self._enqueued
-        return enqueued is None or self._session.is_done_by_device(enqueued)
+        return enqueued is None or self._owner.is_done_by_device(enqueued)
 
     def wait(self, timeout: float | None = None, *, host: bool = False) -> Array | None:
         """Wait until complete, and return the result.  On a device and with `host`: see `Work`.
@@ -188,7 +191,7 @@ class Plan:
             enqueued.join()
             if host:
                 seconds = validation.seconds(timeout)
-                self._session.wait_for_device(enqueued, self.title, seconds)
+                self._owner.wait_for_device(enqueued, self.title, seconds)
         return self.result
 
     def _limit(self, timeout: float | None) -> float | None:
@@ -215,8 +218,8 @@ class Plan:
             return  # it was freed before
         self._last_title = self.title
         self._execution, self._arrays, self._steps = None, (None, None), _no_steps
-        release, self._release = self._release, None
-        if release is None or (self._work is not None and self._work.has_failed):
-            self._run.detach()
+        give, self._give = self._give, None
+        if give is None or (self._work is not None and self._work.has_failed):
+            self._prepared.detach()
         else:
-            release(self._run)
+            give(self._prepared)

@@ -5,25 +5,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from weakref import WeakSet
 from zlib import crc32
 
 from collectives.arrays import Arrays, Operator, validation
-from collectives.devices import DeviceMode, Devices, OnDevice
+from collectives.devices import DeviceMode, Devices
 from collectives.diagnostics import Ancestry, Recording, current_phase
 from collectives.engines import Enqueued, ProgressThread, Transport, deadline_in
 from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 from collectives.programs import CallSpec, Counts
-from collectives.runtime.call_cache import NO_CALLS, CallCache
 from collectives.runtime.checked import Checker, Mode
-from collectives.runtime.description import Compared
-from collectives.runtime.numbering import CallId, ConcurrentCall, Numbering
-from collectives.runtime.run import Run
-from collectives.runtime.run_pool import RunPool
-from collectives.runtime.work import Steps, Work
+from collectives.runtime.messages import Messages
+from collectives.runtime.numbering import ConcurrentCall, Numbering
+from collectives.runtime.pool import Pool
+from collectives.runtime.work import MakeSteps, Work
 from collectives.schedule import Topology
 from collectives.selection import Decisions, select
 
@@ -74,9 +72,7 @@ class Session:
         self._has_left_messages = False  # of a call that was ended at its time limit
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.devices = Devices(transport, device, self._when_device_failed, lambda: self.timeout)
-        self.runs = RunPool(transport, self.devices, name, self.ancestry, axis)
-        self.call_cache, self.plan_cache = CallCache(), CallCache()
-        self.fast_calls = self.fast_plans = NO_CALLS
+        self.pool, self.messages = Pool(self), Messages(self)
         self.refresh()
 
     def child(self, transport: Transport, members: Sequence[int], axis: str = "") -> Session:
@@ -111,29 +107,24 @@ class Session:
 
     # Calls in order
 
-    def call(self, steps: Callable[[CallId], Steps], timeout: float | None) -> Any:
+    def call(self, make_steps: MakeSteps, timeout: float | None) -> Any:
         """Make a blocking call."""
         with self.exclusive_call():
             limit = self.limit(timeout)
             self._wait_for_timed_out(limit)
-            call_id = CallId(self.numbering, is_blocking=True)
-            work = Work.blocking(self, steps(call_id))
-            work.call_id = call_id
-            return work.run(limit)
+            return Work.blocking(self, make_steps).run(limit)
 
-    def started(self, steps: Callable[[CallId], Steps], timeout: float | None) -> Work[Any]:
+    def started(self, make_steps: MakeSteps, timeout: float | None) -> Work[Any]:
         """Start a call that does not block."""
         with self.exclusive_call():
             self.check()
-            call_id = CallId(self.numbering, is_blocking=False)
-            work: Work[Any] = Work(self, steps(call_id), timeout=self.limit(timeout))
-            work.call_id = call_id
+            work: Work[Any] = Work(self, make_steps, self.limit(timeout))
             return work.start(self.thread, self.thread_delay)
 
-    def message(self, steps: Steps, timeout: float | None, is_async: bool) -> Any:
+    def message(self, make_steps: MakeSteps, timeout: float | None, is_async: bool) -> Any:
         """Send or receive.  Threads may do so at the same time, because the tags are the user's."""
         self.check()
-        work: Work[Any] = Work(self, steps, timeout=self.limit(timeout))
+        work: Work[Any] = Work(self, make_steps, self.limit(timeout))
         return work.start(self.thread) if is_async else work.run(self.limit(timeout))
 
     @contextmanager
@@ -149,11 +140,11 @@ class Session:
             self.call_token.append(token)
 
     @contextmanager
-    def turn_of(self, call_id: CallId) -> Iterator[None]:
+    def turn_of(self, work: Work[Any]) -> Iterator[None]:
         """Let later calls on devices wait for one that begins with a header or counts."""
-        turns, number = self.devices.turns, call_id.number
+        turns, number = self.devices.turns, work.number
         turns.begin(number)
-        call_id.has_turn = True
+        work.has_turn = True
         try:
             yield
         finally:
@@ -189,9 +180,8 @@ class Session:
         ranks raise leaves nothing behind.
         """
         self.forget_calls()
-        call_id = work.call_id
-        if call_id is not None and call_id.has_turn:  # its steps may be suspended for good
-            self.devices.turns.end(call_id.number)
+        if work.has_turn:  # its steps may be suspended for good
+            self.devices.turns.end(work.number)
         self._has_left_messages |= isinstance(error, CollectiveTimeout)
         is_common = isinstance(error, CollectiveError) and error.is_on_all_ranks
         if (work.is_blocking or work.was_ahead) and not is_common:
@@ -246,7 +236,7 @@ class Session:
         else:
             is_idle = self.devices.give_up()
         self.forget_calls()
-        self.runs.free()
+        self.messages.free()
         if is_idle:  # else the memory of the devices is kept
             self.devices.free()
         self.transport.flight.close(self.transport.log)
@@ -286,32 +276,26 @@ class Session:
             rank = self.transport.rank
             raise CollectiveTimeout(f"{title}: rank {rank} waited {seconds} s for its device")
 
-    # The fast path: cached calls
-
     def refresh(self) -> None:
-        """Open or close the fast path.
+        """Let compiled code make calls at once, or not.
 
-        It is closed after a failure, and while a call that timed out is not done.  Recorded calls
-        start in Python.
+        It does not after a failure, and while a call that timed out is not done.
         """
-        is_clear = self._broken_by is None and self._timed_out is None
+        self.pool.is_open = self._broken_by is None and self._timed_out is None
         self.is_recorded = any(ledgers for ledgers, _ in self.ancestry)
-        self.has_fast_path = is_clear and not self.is_recorded and self.checker is None
-        can_check = self.checker is None or (self.checker.mode == "calls" and not self.is_recorded)
-        self.fast_calls = self.call_cache if is_clear and can_check else NO_CALLS
-        self.fast_plans = self.plan_cache if is_clear and self.checker is None else NO_CALLS
+        self.is_watched = self.is_recorded or self.checker is not None
+        self.has_fast_path = self.pool.is_open and not self.is_watched
 
     def rename(self, axis: str) -> None:
         """Change the name that ledgers show."""
         if axis != self.axis:
             self.axis = axis
             self.forget_calls()
-            self.runs.rename(axis)
+            self.messages.forget()
 
     def forget_calls(self) -> None:
-        """Forget all cached calls; existing plans do not change."""
-        self.call_cache.forget()
-        self.plan_cache.forget()
+        """Forget what is prepared and does not run; existing plans do not change."""
+        self.pool.forget()
 
     @contextmanager
     def recording(self, ledger: Recording) -> Iterator[None]:
@@ -382,66 +366,13 @@ class Session:
             direct,
         )
 
-    def perform(
-        self,
-        spec: CallSpec,
-        arrays: Arrays,
-        call_id: CallId,
-        *,
-        is_ahead: bool = False,
-        fields: Mapping[str, str] | None = None,
-    ) -> Steps:
-        """The runs of a collective: the call itself, and the comparisons of checked mode around it.
-
-        `is_ahead`: whether this is a header exchange that precedes the call itself.
-        `fields`: what the ranks compare in checked mode, where that does not follow from the spec.
-        """
-        self.check()
-        tag = call_id.header_tag if is_ahead else call_id.tag
-        run = self.runs.call(spec, arrays, tag, call_id.number, is_ahead=is_ahead)
-        steps = self.with_checks(run, spec, arrays, lambda: call_id.check, fields)
-        if self.checker is not None and isinstance(run.execution, OnDevice):
-            # The comparisons of several calls may end in different orders on different ranks.
-            with self.turn_of(call_id):
-                yield from steps
-            return
-        if call_id.has_turn and not is_ahead and not isinstance(run.execution, OnDevice):
-            self.devices.turns.end(call_id.number)
-        yield from steps
-
-    def with_checks(
-        self,
-        run: Run,
-        spec: CallSpec,
-        arrays: Arrays,
-        next_check: Callable[[], int],
-        fields: Mapping[str, str] | None = None,
-    ) -> Steps:
-        """A run, with the comparisons of checked mode before and after it.
-
-        `next_check`: returns the number of the comparison.
-        """
-        if self.checker is None:
-            yield run
-            return
-        call = Compared(spec, arrays, run, next_check(), fields or {})
-        if isinstance(run.execution, OnDevice) and self.checker.can_use_records:
-            call.has_number = not run.execution.is_plan
-            run.execution.check = self.checker.on_device(call)
-        else:
-            yield from self.checker.before(call)
-        if isinstance(run.execution, OnDevice):
-            run.execution.waits_for_device = self.checker.mode == "finite"
-        yield run
-        yield from self.checker.after(call)
-
     # Parts of larger operations
 
-    def call_part(self, steps: Callable[[CallId], Steps], timeout: float | None = None) -> Any:
+    def call_part(self, make_steps: MakeSteps, timeout: float | None = None) -> Any:
         """Make a call that is a part of a larger operation; the operation ends if it times out."""
         before = self._timed_out
         try:
-            return self.call(steps, timeout)
+            return self.call(make_steps, timeout)
         except CollectiveTimeout as error:
             if error.work is not None and error.work is not before:
                 error.work.give_up(error)

@@ -11,31 +11,58 @@ from collectives.arrays import validation
 from collectives.diagnostics import ENQUEUED
 from collectives.engines import Action, Enqueued, ProgressThread, Transport, deadline_in
 from collectives.errors import CollectiveTimeout
-from collectives.runtime.numbering import CallId
-from collectives.runtime.run import Run
+from collectives.runtime.numbering import Numbering
+from collectives.runtime.prepared import Prepared
 
 Result = TypeVar("Result")
 
 _NOTE_SECONDS = 0.02  # between two looks at what a call waits for, see `_note_completed`
 _GRACE = 2e-3  # seconds that another thread has at least to hand a call over to a wait
-Steps = Generator[Run, None, Any]
-"""The runs of a call, in order; what the generator returns is what the call returns.
+Steps = Generator[Prepared, None, Any]
+"""What a call runs, in order; what the generator returns is what the call returns.
 
 The code between two `yield`s runs when the previous run is complete.  For example, it reads a
 header, which determines the rest of the call.
 """
+MakeSteps = Callable[["Work[Any]"], Steps]
+"""Makes the steps of a call, which may ask the `Work` for the number of the call and its tags."""
 
 
 class Owner(Protocol):
-    """What makes calls: a session.
+    """What makes calls, as `Work`, plans and kinds see it: a session.
 
-    `phase_of_call`: returns the phase under which a call that begins now is recorded.
-    `site_of_call`: returns the line of the program that makes it, "" if that is not recorded.
+    Attributes
+    ----------
+    phase_of_call, site_of_call
+        Return the phase under which a call that begins now is recorded, and the line of the program
+        that makes it, "" if that is not recorded.
+    call_token : list
+        A thread takes the only entry of the list to make a call, and puts it back.
+    is_recorded, is_watched : bool
+        Whether calls are recorded; and whether they are recorded or compared.
+    has_fast_path : bool
+        Whether compiled code may start the runs of plans.
+    timeout, thread, thread_delay
+        See `collectives.wrap`.
     """
 
     transport: Transport
+    numbering: Numbering
     phase_of_call: Callable[[], str]
     site_of_call: Callable[[], str]
+    call_token: list[None]
+    is_recorded: bool
+    is_watched: bool
+    has_fast_path: bool
+    timeout: float | None
+    thread: ProgressThread | None
+    thread_delay: float
+
+    def check(self) -> None:
+        """Raise CollectiveError if nothing can be called any more."""
+
+    def limit(self, timeout: object) -> float | None:
+        """Return the time limit of a call in seconds: its own, or the default of all calls."""
 
     def when_failed(self, work: Work[Any], error: BaseException) -> None:
         """`work` has failed with `error`."""
@@ -62,18 +89,20 @@ class Work(Generic[Result]):
     checked mode.  Attributes that most calls never change are attributes of the class.
 
     Only the thread that holds `_lock` advances the call and asks the engine about its messages.
-    Others may read where it stands from plain memory (`Run.position`), which is what all reports
-    do.  `_run` is another object as soon as the run belongs to another call.
+    Others may read where it stands from plain memory (`Prepared.position`), as all reports do.
+    `_run` is another object as soon as the run belongs to another call.
     """
 
-    _run: Run | None = None
+    _run: Prepared | None = None
     _error: BaseException | None = None
     _x: Any = None
     _result: Any = None
     _title = ""
     _thread: ProgressThread | None = None
     _enqueued: Enqueued | None = None  # what is left to a device when it is done
-    call_id: CallId | None = None
+    has_turn = False  # whether later calls on devices wait for it
+    _number: int | None = None
+    _check: int | None = None
     is_blocking = False
     is_async = True  # its caller goes on meanwhile
     is_done = False
@@ -82,9 +111,12 @@ class Work(Generic[Result]):
     _is_listed = False  # in the list of calls that every wait advances
     _noted_at = 0.0  # when it was noted what it waits for
 
-    def __init__(self, owner: Owner, steps: Steps | None, timeout: float | None = None) -> None:
+    def __init__(
+        self, owner: Owner, make_steps: MakeSteps | None, timeout: float | None = None
+    ) -> None:
         """`timeout`: the time limit of a `wait` that is given none."""
-        self.owner, self._steps, self._timeout = owner, steps, timeout
+        self.owner, self._timeout = owner, timeout
+        self._steps = None if make_steps is None else make_steps(self)
         self._limit = timeout  # on a device
         self._in_flight = owner.transport.in_flight
         self._lock = threading.Lock()
@@ -93,21 +125,29 @@ class Work(Generic[Result]):
         self._phase, self._site = owner.phase_of_call(), owner.site_of_call()
 
     @classmethod
-    def blocking(cls, owner: Owner, steps: Steps) -> Work[Any]:
-        """Return the work of a blocking call of `owner` with these `steps`."""
-        work = cls(owner, steps)
+    def blocking(cls, owner: Owner, make_steps: MakeSteps) -> Work[Any]:
+        """Return the work of a blocking call of `owner`."""
+        work = cls(owner, make_steps)
         work.is_blocking = True
         return work
 
     @classmethod
     def of(
-        cls, owner: Owner, run: Run, x: Any, result: Any, *, timeout: float | None = None
+        cls,
+        owner: Owner,
+        run: Prepared,
+        x: Any,
+        result: Any,
+        *,
+        timeout: float | None = None,
+        is_blocking: bool = False,
     ) -> Work[Any]:
         """Return the work of a call of `owner` that consists of one `run`, begun by compiled code.
 
         It keeps the arrays `x` and `result`.  `timeout`: see `wait`.
         """
         work = cls(owner, None, timeout)
+        work.is_blocking = is_blocking
         work._run, work._x, work._result = run, x, result
         work.scratch_bytes = run.scratch_bytes
         return work
@@ -118,6 +158,23 @@ class Work(Generic[Result]):
         work = cls(owner, None)
         work._result, work.is_done = result, True
         return work
+
+    @property
+    def number(self) -> int:
+        """The number of the call.
+
+        It is assigned when it is first needed, so a call that is refused has no number.
+        """
+        if self._number is None:
+            self._number = self.owner.numbering.next_number()
+        return self._number
+
+    @property
+    def check(self) -> int:
+        """The number of the comparison of the call in checked mode."""
+        if self._check is None:
+            self._check = self.owner.numbering.next_check()
+        return self._check
 
     @property
     def title(self) -> str:
@@ -266,7 +323,7 @@ class Work(Generic[Result]):
         finally:
             self._lock.release()
 
-    def _place(self) -> tuple[Run | None, int]:
+    def _place(self) -> tuple[Prepared | None, int]:
         """The current run and row, to notice progress."""
         return self._run, -1 if self._run is None else self._run.execution.row
 
@@ -320,7 +377,7 @@ class Work(Generic[Result]):
                 raise
         return self.is_done
 
-    def _note_completed(self, run: Run) -> None:
+    def _note_completed(self, run: Prepared) -> None:
         """Now and then note what the call waits for, so that other threads can report it."""
         now = time.monotonic()
         if now >= self._noted_at + _NOTE_SECONDS:
@@ -447,7 +504,7 @@ class Work(Generic[Result]):
         )
 
 
-def end_interrupted(work: Work[Any], run: Run, error: BaseException) -> None:
+def end_interrupted(work: Work[Any], run: Prepared, error: BaseException) -> None:
     """End a call of `run` that a signal interrupted between compiled code and Python.
 
     Otherwise its messages would be in flight, and nothing would wait for them.

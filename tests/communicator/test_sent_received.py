@@ -11,7 +11,7 @@ import pytest
 
 import collectives
 from collectives import CollectiveError, CollectiveMismatch, Communicator, SentReceived, algorithms
-from collectives.communicator.fast_path import _typed
+from collectives.communicator.calls import _typed
 from collectives.programs import passing_blocks, placement, program
 from collectives.schedule import trees
 from collectives.schedule.contracts import SPECS

@@ -355,8 +355,8 @@ def calls_of_a_kind_under_way(comm: Communicator) -> None:
         works = [comm.all_reduce(x, async_op=True, algorithm="ring") for x in several]
         for k, work in enumerate(works):
             assert on_host(work.wait()).tolist() == [(turn + k) * comm.size] * 6
-        for idle in comm._session.runs._idle.values():
-            random.Random(10 * turn + comm.rank).shuffle(idle)
+        for kind in comm._session.pool._kinds.values():
+            random.Random(10 * turn + comm.rank).shuffle(kind._idle)
 
 
 def test_calls_of_a_kind_under_way_at_once() -> None:

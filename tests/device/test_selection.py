@@ -20,7 +20,7 @@ from collectives.devices.links import Proposal
 from collectives.diagnostics.totals import Totals
 from collectives.lowering import lower
 from collectives.programs import CallSpec
-from collectives.runtime.run import Run
+from collectives.runtime.prepared import Prepared
 from collectives.selection import Decisions, select
 from collectives.selection.rules import DEVICE_RULES, RULES
 from tests import device_scenarios as scenarios
@@ -219,7 +219,7 @@ def test_data_that_is_read_where_it_lies_needs_no_scratch() -> None:
             plan = comm.plan.all_reduce(given, out=out, algorithm="two_shot")
             got = plan.run()
             np.testing.assert_array_equal(got if is_host else on_host(got), total())
-            found.append(0 if is_host else plan._run.execution._operands.scratch.nbytes)
+            found.append(0 if is_host else plan._prepared.execution._operands.scratch.nbytes)
             plan.free()
         return found
 
@@ -371,7 +371,7 @@ def choose_spec() -> CallSpec:
 
 
 def test_a_ledger_that_does_not_hear_of_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Run, "note_staged", lambda self: None)
+    monkeypatch.setattr(Prepared, "note_staged", lambda self: None)
 
     def body(comm: Communicator) -> bool:
         with comm.record() as ledger:

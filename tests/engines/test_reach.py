@@ -9,7 +9,7 @@ import pytest
 
 import collectives
 from collectives.devices import call
-from collectives.runtime import run_pool
+from collectives.runtime import performing
 from tests.fake_device import on_device
 from tests.wrong_programs import (
     WRONG,
@@ -25,7 +25,7 @@ def test_a_wrong_program_is_refused_before_it_runs(
     make: Any, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, sentence = WRONG[wrong]
-    for module in (run_pool, call):
+    for module in (performing, call):
         monkeypatch.setattr(module, "compile_call", compiling_with(row))
     collectives.run(lambda comm: require_refusal(comm, make, sentence), 2)
 

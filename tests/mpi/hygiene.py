@@ -89,7 +89,7 @@ class MadeOverMpi:
     def left(self) -> list[str]:
         for _, session in self.sessions:
             session.forget_calls()  # boundedly many calls are kept by intent; all can be freed
-            session.runs.forget()
+            session.messages.forget()
         forget_completed()
         return [
             *(unfinished(plan) for plan in calls_of(self.transports) if plan not in self.known),

@@ -19,10 +19,9 @@ from collectives.arrays.operators import operator
 from collectives.diagnostics import Waiting
 from collectives.engines.compiled import CompiledExecution
 from collectives.engines.interpreter import Interpreted
-from collectives.engines.transport import Execution
+from collectives.engines.transport import Execution, Operands
 from collectives.programs.program import Kind, Program, Row, compile_call
-from collectives.runtime import run_pool
-from collectives.runtime.run_pool import operands_of
+from collectives.runtime import performing
 from collectives.schedule.contracts import SPECS
 from collectives.schedule.layout import even_counts
 from tests.scenarios import ALGORITHMS, variants
@@ -81,10 +80,10 @@ class Both:
             where = {"root": root} if SPECS[collective].is_rooted else {}
             spec = session.spec(collective, arrays, counts, op=op, algorithm=label, **where)
             self.program = compile_call(spec, comm.rank, comm.size)
-            scratch = np.zeros(self.program.num_scratch // 4, np.float32)
-            operands = operands_of(arrays, scratch, op, comm.size)
+            operands = Operands.of(arrays, self.program.num_scratch, op, comm.size)
+            operands.scratch[:] = 0
             executions.append((session.transport, operands))
-            self.buffers.append([operands.input, operands.output, scratch])
+            self.buffers.append([operands.input, operands.output, operands.scratch])
         transport, operands = executions[0]
         self.compiled = CompiledExecution(transport.port, self.program, operands, 5)
         transport, operands = executions[1]
@@ -167,7 +166,7 @@ def test_a_wrong_program_is_refused_before_it_runs(
     world: Communicator, wrong: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row, sentence = WRONG[wrong]
-    monkeypatch.setattr(run_pool, "compile_call", compiling_with(row))
+    monkeypatch.setattr(performing, "compile_call", compiling_with(row))
     require_refusal(world, np.copy, sentence)
 
 

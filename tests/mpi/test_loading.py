@@ -53,8 +53,8 @@ def test_calls_and_plans_go_on_when_compiled_code_is_there(
         plan = comm.plan.all_reduce(x, out=out)
         started = comm.all_reduce(x, async_op=True)
         sums = [comm.all_reduce(x)[0], plan.run()[0]]
-        assert len(comm._session.call_cache) == 0
+        assert len(comm._session.pool) == 0
     assert run_by(comm) == "compiled code"
     sums += [comm.all_reduce(x)[0], plan.run()[0], started.wait()[0]]
     assert sums == [sum(range(comm.size))] * 5
-    assert len(comm._session.call_cache) == 1 and comm._session.transport.max_wait > 0
+    assert len(comm._session.pool) == 1 and comm._session.transport.max_wait > 0

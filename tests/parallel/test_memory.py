@@ -386,7 +386,7 @@ def test_nothing_is_alive_after_a_step_but_what_is_counted(make: Make) -> None:
         before = numpys()
         strategy = trained(make, comm, large)
         assert min(map(strategy.view.unit_nbytes, strategy.model.units)) > 16 * 1024
-        comm._session.runs.forget()
+        comm._session.forget_calls()
         program._compiled.cache_clear()
         return numpys() - before - sum(strategy.memory.now.values())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import collectives
 from collectives import Communicator
 from collectives.arrays.backends import HOST, Arrays
 from collectives.errors import CollectiveMismatch
-from collectives.runtime import header
+from collectives.runtime import header, performing
 from tests.scenarios import COLLECTIVES, Job, perform, random_rows
 from tests.session_scenarios import SCENARIOS
 
@@ -115,7 +114,10 @@ def test_a_header_that_is_none_is_refused_by_the_call() -> None:
             session, message = comm._session, np.full(header.NUM_BYTES, 7, np.uint8)
             arrays = Arrays(HOST, message, message)
             spec = session.spec("broadcast", arrays, message.size, algorithm="binomial")
-            session.call(partial(session.perform, spec, arrays, is_ahead=True), None)
+            session.call(
+                lambda work: performing.perform(session, work, spec, arrays, is_ahead=True),
+                timeout=None,
+            )
         else:
             with pytest.raises(CollectiveMismatch, match="header"):
                 comm.broadcast()

@@ -16,7 +16,7 @@ import collectives
 from collectives import Communicator, Operator, SentReceived
 from collectives.diagnostics.flight_recorder import NUM_CALLS
 from collectives.engines.compiled import CompiledExecution
-from collectives.runtime import cached_calls, call_cache
+from collectives.runtime import kind, pool
 from collectives.runtime.plan import Plan
 from collectives.runtime.session import Session
 from collectives.runtime.work import Work
@@ -50,7 +50,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def cached(comm: Communicator) -> int:
-    return len(comm._session.call_cache)
+    return len(comm._session.pool)
 
 
 def test_a_call_that_came_before_goes_straight_to_compiled_code(
@@ -144,7 +144,7 @@ def test_own_counts_that_come_once_do_not_displace_other_calls(
     comm: Communicator, compiled: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, x = comm.size, np.ones(5)
-    monkeypatch.setattr(call_cache, "_MAX_CALLS", 4)
+    monkeypatch.setattr(pool, "_MAX_KINDS", 4)
     for rows in range(8):
         counts = SentReceived([rows] * p, [rows] * p)
         assert comm.all_to_all(np.ones(rows * p), counts=counts).size == rows * p
@@ -275,18 +275,18 @@ def test_no_array_of_the_callers_is_kept_alive(comm: Communicator) -> None:
 def test_the_number_of_cached_calls_is_bounded(
     comm: Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(call_cache, "_MAX_CALLS", 16)
-    for length in range(1, call_cache._MAX_CALLS + 20):
+    monkeypatch.setattr(pool, "_MAX_KINDS", 16)
+    for length in range(1, pool._MAX_KINDS + 20):
         assert comm.all_reduce(np.ones(length, np.int8))[-1] == comm.size
-        assert 0 < cached(comm) <= call_cache._MAX_CALLS
+        assert 0 < cached(comm) <= pool._MAX_KINDS
 
 
 def test_the_number_of_idle_executions_of_a_call_is_bounded(comm: Communicator) -> None:
     for _ in range(2):
         works = [comm.all_reduce(np.full(3, n), async_op=True) for n in range(50)]
         assert [work.wait()[0] for work in works] == [n * comm.size for n in range(50)]
-    (make,) = comm._session.call_cache.latest.values()
-    assert 0 < len(make.__self__.idle) <= cached_calls._MAX_IDLE  # type: ignore[attr-defined]
+    (make,) = comm._session.pool.latest.values()
+    assert 0 < len(make.__self__._idle) <= kind._MAX_IDLE  # type: ignore[attr-defined]
 
 
 def test_a_plan_like_one_that_was_freed_takes_its_execution(
@@ -298,12 +298,12 @@ def test_a_plan_like_one_that_was_freed_takes_its_execution(
         for step in range(4):
             x[:] = step + comm.rank
             plan = comm.plan.all_reduce(x, out=out)
-            runs.append(plan._run)
+            runs.append(plan._prepared)
             for _ in range(2):
                 assert plan.run() is out and out[0] == comm.size * step + total
             plan.free()
-    assert compiled == ["all_reduce"]  # the first, from which the second is made
-    assert runs[1] is runs[2] is runs[3] is not runs[0]
+    assert compiled == ["all_reduce"]
+    assert runs[0] is runs[1] is runs[2] is runs[3]
     if comm.size > 1:
         numbers = list(dict.fromkeys(row.call for row in ledger.rows()))
         assert numbers == [f"{n}{again}" for n in range(1, 5) for again in ("", ".2")]
@@ -328,7 +328,7 @@ def test_a_plan_that_was_freed_does_nothing_to_the_one_that_has_its_execution(
 ) -> None:
     x, out = np.ones(3), np.empty(3)
     plans = []
-    for _ in range(3):  # the first two have executions of their own
+    for _ in range(3):  # all have the same execution, one after the other
         plans.append(comm.plan.all_reduce(x, out=out))
         if len(plans) < 3:
             plans[-1].free()
@@ -559,7 +559,7 @@ def test_a_signal_between_compiled_code_and_python_ends_the_call(
         plan.run()
     comm.barrier()
     if comm.rank == 0:  # the root only receives, and the others do not call
-        (make,) = group._session.call_cache.latest.values()
+        (make,) = group._session.pool.latest.values()
         cached: Any = make.__self__  # type: ignore[attr-defined]
         monkeypatch.setattr(cached, "_compiled", Interrupted(cached._compiled))
         with pytest.raises(KeyboardInterrupt, match="in between"):

@@ -1,12 +1,21 @@
-"""The runs of a program on one communicator, with their entries in ledgers and flight recorder."""
+"""Prepared calls: a program with its execution, and what ledgers and reports show of it.
+
+A prepared call runs many times, each time on other arrays.  It belongs to its kind while it is idle
+(`kind.py`), to a `Work` while it runs, or to a `Plan`.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
+from collectives.arrays import Arrays, Operator
+from collectives.devices import OnDevice
 from collectives.diagnostics import (
     COMPLETE,
     FAILED,
@@ -19,10 +28,35 @@ from collectives.diagnostics import (
     part_of_report,
 )
 from collectives.engines import Execution, Operands, Reusable, Transport
-from collectives.programs import Program
-from collectives.runtime.shown import Shown
+from collectives.programs import CallSpec, Program
+from collectives.schedule import SPECS, grid
 
+Words = NDArray[np.int64]
 _BY_ENVELOPE = "peer", "thread"  # links of messages that are handed over
+_MAX_ROWS = 16  # ranks whose schedules a time-out shows
+_MAX_ROUNDS = 4  # rounds that it shows before the current one, and after it
+
+
+class Shown(NamedTuple):
+    """What ledgers, the flight recorder and errors show of a program.
+
+    `schedules`: returns a text that shows a position in the schedules of the ranks.
+    """
+
+    recorder: Recorder
+    num_rounds: str
+    schedules: Callable[[Position], str] | None = None
+
+
+def show_schedules(spec: CallSpec, rank: int, size: int, position: Position) -> str:
+    """Show the schedules, with the cell where this rank waits; of many ranks only some."""
+    algorithm, here = spec.algorithm, position.round
+    root = spec.root if SPECS[spec.collective].is_rooted else None
+    with_peers = {rank, *(waiting.peer for waiting in position.waiting_for)}
+    ranks = range(size) if size <= _MAX_ROWS else sorted(with_peers)
+    options = dict(spec.options)
+    schedules = {shown: algorithm.schedule(shown, size, root, **options) for shown in ranks}
+    return grid(schedules, (rank, here), range(max(0, here - _MAX_ROUNDS), here + _MAX_ROUNDS))
 
 
 class _Ended:
@@ -69,26 +103,42 @@ class _Ended:
 ENDED = _Ended()
 
 
-class Run:
+class Prepared:
     """A program with its execution, its entries in the ledgers, and its entry in the log.
 
-    - `log`: the log in which it is entered; None: the log of the communicator's collectives.
-    - `part_of`: the call that error messages name, if this run is a part of it.
-    - `shown`: what is shown of a run.  `shown_if_staged`: what is shown of one that is staged, if
-      that has another program.
-    - `is_ahead`: whether this is a header exchange that precedes the call itself.
-    - `scratch_bytes`: of its program; of a comparison in checked mode, those of the call itself.
-    - `envelope`: records the envelope that is sent if the message is handed over.
-    - `release`: called with the run when it is complete.
-    - `when_detached`: called when it does not run again.
+    Attributes
+    ----------
+    log : CallLog
+        The log in which its runs are entered.
+    op, divisor
+        What combines arrays, and what divides an average.
+    part_of : str
+        The call that error messages name, if this is a part of it.
+    shown, shown_if_staged : Shown
+        What is shown of a run; and of one that is staged, if that has another program.
+    is_ahead : bool
+        Whether this is a header exchange that precedes the call itself.
+    scratch_bytes : int
+        The scratch memory of the program; of a comparison in checked mode, that of the call itself.
+    envelope : Recorder
+        Records the envelope that is sent if the message is handed over.
+    number_plan : callable
+        Returns, for the number of a plan, what makes the numbers of its runs; None: it has none.
+    is_reusable : bool
+        Whether compiled code may start its runs; then it keeps its scratch memory.
+    give : callable
+        Takes it back when a run is complete; called once.
+    when_released : callable
+        Called once, when it is given back or does not run again.
     """
 
     part_of = ""
     shown_if_staged: Shown | None = None
-    is_ahead = _is_staged = False
+    is_ahead = is_reusable = _is_staged = False
     envelope: Recorder | None = None
-    release: Callable[[Run], object] | None = None
-    when_detached: Callable[[], object] | None = None
+    number_plan: Callable[[int], Callable[[int], str]] | None = None
+    give: Callable[[Prepared], object] | None = None
+    when_released: Callable[[], object] | None = None
 
     def __init__(
         self,
@@ -97,9 +147,12 @@ class Run:
         execution: Execution,
         shown: Shown,
         log: CallLog | None = None,
+        op: Operator | None = None,
+        divisor: int = 1,
     ) -> None:
         self.transport, self.program, self.shown = transport, program, shown
         self.execution: Execution = execution
+        self.op, self.divisor = op, divisor
         self.scratch_bytes = program.num_scratch
         self._number, self._entered = 1, list[Entered]()
         self.log = transport.log if log is None else log
@@ -108,10 +161,37 @@ class Run:
         self.is_running = False
         self._is_logged_by_code = False  # compiled code marks it complete in the log
 
-    def renumber(self, numbered: Callable[[int], str]) -> None:
-        """Give the run other numbers in the ledgers, and a new key in the log."""
-        self.shown = self.shown._replace(recorder=self.shown.recorder.renumbered(numbered))
-        self.key = self.log.register_run(self.shown.recorder.describe, self)
+    def attach(self, arrays: Arrays, tag: int) -> None:
+        """Set the arrays and the tag of the next run."""
+        keeps_scratch = self.is_reusable or isinstance(self.execution, OnDevice)
+        num_scratch = 0 if keeps_scratch else self.program.num_scratch
+        self.execution.attach(Operands.of(arrays, num_scratch, self.op, self.divisor), tag)
+
+    def renumber(self, number: int) -> None:
+        """Give the next run the number of a call, or all next runs the number of a plan."""
+        if self.number_plan is None:
+            self._number = number
+            return
+        self.transport.board.note_host_call(number)  # of a device, no plan is used again
+        recorder = self.shown.recorder.renumbered(self.number_plan(number))
+        self.shown, self._number = self.shown._replace(recorder=recorder), 1
+        self.key = self.log.register_run(recorder.describe, self)
+
+    def let_code_start(self, counter: Words, arrays: Arrays, tags: range = range(0)) -> None:
+        """Let compiled code start runs on arrays like these; see `Reusable.make_reusable`."""
+        _, source, target = arrays
+        self.reusable.make_reusable(self.log, self.key, counter, source, target, tags)
+        self.is_reusable = True
+
+    def let_code_start_like(self, other: Reusable) -> None:
+        """Let compiled code start runs as it starts those of another execution."""
+        self.reusable.make_reusable_like(other, self.key)
+        self.is_reusable = True
+
+    @property
+    def can_be_reusable(self) -> bool:
+        """Whether compiled code can start its runs."""
+        return hasattr(self.execution, "make_reusable")
 
     @property
     def reusable(self) -> Reusable:
@@ -200,10 +280,16 @@ class Run:
         finish(entered, time.perf_counter())
 
     def give_back(self) -> None:
-        """Release a complete run, after the next run of its call has started."""
-        if (release := self.release) is not None:
-            self.release = None
-            release(self)
+        """Return to where it belongs, after the next step of its call has started."""
+        if (give := self.give) is not None:
+            self.give = None
+            self._release()
+            give(self)
+
+    def _release(self) -> None:
+        if (action := self.when_released) is not None:
+            self.when_released = None
+            action()
 
     def fail(self) -> bool:
         """End the run after a failure; return whether none of its messages is in flight.
@@ -231,9 +317,7 @@ class Run:
     def detach(self) -> None:
         """Release the arrays; the run does not run again."""
         self.execution = ENDED
-        if (action := self.when_detached) is not None:
-            self.when_detached = None
-            action()
+        self._release()
 
     def note_completed(self) -> None:
         """Note which messages are complete, for `position`.
@@ -263,6 +347,6 @@ class Run:
     def _position_as_text(self) -> str:
         """The position, the ranks that it waits for, and its place in the schedules."""
         position = self.position()
-        if (show := self._shown_now.position) is None:
+        if (show := self._shown_now.schedules) is None:
             return str(position)
         return "\n".join([str(position), part_of_report(lambda: show(position))])

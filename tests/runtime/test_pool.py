@@ -10,7 +10,7 @@ import pytest
 import collectives
 from collectives import Communicator
 from collectives.engines.threads import ThreadTransport
-from collectives.runtime import run_pool
+from collectives.runtime import pool
 
 P = 3
 
@@ -52,7 +52,7 @@ def test_calls_under_way_have_executions_of_their_own(made: list[int]) -> None:
 
 
 def test_boundedly_many_are_kept(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_pool, "_MAX_KINDS", 2)
+    monkeypatch.setattr(pool, "_MAX_KINDS", 2)
 
     def body(comm: Communicator) -> None:
         for size in (1, 2, 3, 1):  # at the third, the first two are forgotten
