@@ -1,4 +1,4 @@
-"""Start MPI jobs and end them: find mpirun, monitor the ranks, and report which rank died.
+"""Starts MPI jobs and ends them: finds mpirun, monitors the ranks, and reports which rank died.
 
 Only `ring launch` needs it; a plain mpirun works too.
 """
