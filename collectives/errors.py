@@ -8,8 +8,11 @@ from typing import Any, TypeVar
 class CollectiveError(RuntimeError):
     """A call failed because of an event between ranks.  The base class of the others.
 
-    `is_on_all_ranks`: whether all ranks raise it, and no message of the call is under way.  If so,
-    the communicator can still be used.
+    Attributes
+    ----------
+    is_on_all_ranks : bool
+        Whether all ranks raise it, and no message of the call is under way.  If so, the
+        communicator can still be used.
     """
 
     is_on_all_ranks = False
@@ -22,11 +25,14 @@ class CollectiveTimeout(CollectiveError):  # noqa: N818 - the name is part of th
     an earlier call, that call is still in progress, and the call that raised the error has not
     started.
 
-    `work`: the call in progress, which still uses its arrays.  `error.work.wait()` continues to
-    wait, also for a blocking call.  A call that timed out while its header or counts were sent
-    continues only in `work.wait()`, `work.test()` or the next collective call.  `work` is None if
-    the call was to make a communicator (`split`, `subgroup`, `shrink`); such a call is abandoned.
-    `work` is also None if a device has waited too long: then the communicator has failed.
+    Attributes
+    ----------
+    work : Work or None
+        The call in progress, which still uses its arrays.  ``error.work.wait()`` continues to wait,
+        also for a blocking call.  A call that timed out while its header or counts were sent
+        continues only in `work.wait()`, `work.test()` or the next collective call.  None if the
+        call was to make a communicator (`split`, `subgroup`, `shrink`), which is abandoned, and if
+        a device has waited too long: then the communicator has failed.
     """
 
     def __init__(self, message: str, work: Any = None) -> None:
@@ -54,8 +60,12 @@ class NotFinite(CollectiveError):  # noqa: N818
 class PeerFailed(CollectiveError):  # noqa: N818
     """Another rank has failed, so this call cannot complete.
 
-    `ranks`: the ranks of the communicator that are known to have failed.  After it, only `shrink`
-    and `free` can be called on the communicator.
+    After it, only `shrink` and `free` can be called on the communicator.
+
+    Attributes
+    ----------
+    ranks : tuple of int
+        The ranks of the communicator that are known to have failed.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
@@ -67,6 +77,6 @@ Error = TypeVar("Error", bound=CollectiveError)
 
 
 def on_all_ranks(error: Error) -> Error:
-    """The error, marked as one that all ranks raise."""
+    """Return the error, marked as one that all ranks raise."""
     error.is_on_all_ranks = True
     return error

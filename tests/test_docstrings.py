@@ -6,6 +6,7 @@ import doctest
 import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,13 +16,15 @@ import pytest
 import collectives
 import examples.images
 import examples.students
+from tests.algorithms.registry import registry_as_it_was
 from tests.public_names import documented, everything, is_described, public
 
 ROOT = Path(__file__).parent.parent
-MODULES = [
-    ".".join(path.relative_to(ROOT).with_suffix("").parts)
-    for package in ("parallel", "examples")
-    for path in sorted((ROOT / package).rglob("[!_]*.py"))
+FILES = [
+    path
+    for package in ("collectives", "parallel", "moe", "examples")
+    for path in sorted((ROOT / package).rglob("*.py"))
+    if ">>> " in path.read_text()
 ]
 # "Returns the bytes", "yields them"; or the docstring names the result: "The bytes of ...".
 SAYS_WHAT_IT_GIVES = re.compile(r"\b([Rr]eturns?|[Yy]ields?)\b|^(The|An?|Whether|Every|All) ")
@@ -143,9 +146,16 @@ def failures(module: ModuleType) -> int:
     return doctest.testmod(module, report=False).failed
 
 
-@pytest.mark.parametrize("name", MODULES)
+def module_of(path: Path) -> str:
+    """The name of the module in a file, or of the package whose file it is."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@pytest.mark.parametrize("name", [module_of(path) for path in FILES])
 def test_examples_give_what_they_say(name: str) -> None:
-    assert failures(__import__(name, fromlist=["_"])) == 0
+    with registry_as_it_was():
+        assert failures(import_module(name)) == 0
 
 
 def test_a_wrong_example_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:

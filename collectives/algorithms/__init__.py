@@ -52,7 +52,13 @@ def collectives() -> list[str]:
 
 
 def names(collective: str) -> list[str]:
-    """Return the names of the algorithms of a collective.  Raises ValueError for an unknown one."""
+    """Return the names of the algorithms of a collective.
+
+    Raises
+    ------
+    ValueError
+        If the collective is unknown.
+    """
     if collective not in REGISTRY:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(REGISTRY)}")
     return list(REGISTRY[collective])
@@ -61,7 +67,10 @@ def names(collective: str) -> list[str]:
 def info(collective: str, name: str) -> Algorithm:
     """Return the `Algorithm` of this collective and name: formulas, restrictions, source.
 
-    Raises ValueError for an unknown `collective` or `name`.
+    Raises
+    ------
+    ValueError
+        If `collective` or `name` is unknown.
     """
     if name not in names(collective):
         known = ", ".join(REGISTRY[collective])
@@ -74,11 +83,29 @@ def schedule(
 ) -> Schedule:
     """Return the rounds of one rank, as a list of tuples of `collectives.schedule.Operation`.
 
-        schedule("all_reduce", "ring", rank=2, size=5)
+    Parameters
+    ----------
+    collective, name : str
+        Which algorithm.
+    rank, size : int
+        Which rank, of how many.
+    root : int, optional
+        The root, if the collective has one; by default rank 0.
+    **options : int or Topology
+        The options of the algorithm.
 
-    `collective` and `name` say which algorithm, `rank` and `size` which rank of how many.  `root`
-    is 0 if it is not given and the collective has one; `options` are those of the algorithm.
-    Raises ValueError for a rank, size, root or option that the algorithm cannot serve.
+    Raises
+    ------
+    ValueError
+        If the algorithm cannot serve this rank, size, root or option.
+
+    Examples
+    --------
+    >>> from collectives import algorithms
+    >>> for operations in algorithms.schedule("all_gather", "ring", rank=2, size=3):
+    ...     print([(op.kind, op.peer, op.blocks) for op in operations])
+    [('send', 1, (2,)), ('recv', 0, (0,))]
+    [('send', 1, (0,)), ('recv', 0, (1,))]
     """
     return info(collective, name).schedule(rank, size, root, **options)
 
@@ -86,7 +113,16 @@ def schedule(
 def grid(collective: str, name: str, size: int, root: int | None = None, **options: Option) -> str:
     """Return the rounds of all ranks as text: a row for each rank, a column for each round.
 
-    The arguments `collective`, `name`, `size`, `root` and `options` are those of `schedule`.
+    The arguments `collective`, `name`, `size`, `root` and `options` are as in `schedule`.
+
+    Examples
+    --------
+    >>> from collectives import algorithms
+    >>> print(algorithms.grid("all_gather", "ring", size=3))
+    rank  round 0    round 1
+    0     >2:0 <1:1  >2:1 <1:2
+    1     >0:1 <2:2  >0:2 <2:0
+    2     >1:2 <0:0  >1:0 <0:1
     """
     entry = info(collective, name)
     return vocabulary.grid([entry.schedule(rank, size, root, **options) for rank in range(size)])
@@ -95,9 +131,13 @@ def grid(collective: str, name: str, size: int, root: int | None = None, **optio
 def verify(
     collective: str, name: str, size: int, root: int | None = None, **options: Option
 ) -> None:
-    """Prove an algorithm for `size` ranks and `root`; raise `ScheduleError` if it is wrong.
+    """Prove an algorithm for `size` ranks and `root`.
 
-    The message of the error ends with the grid, in which the wrong cell is marked.  The arguments
-    `collective`, `name`, `size`, `root` and `options` are those of `schedule`.
+    The arguments `collective`, `name`, `size`, `root` and `options` are as in `schedule`.
+
+    Raises
+    ------
+    ScheduleError
+        If the algorithm is wrong.  The message ends with the grid, with the wrong cell marked.
     """
     info(collective, name).verify(size, root, **options)

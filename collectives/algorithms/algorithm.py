@@ -44,32 +44,55 @@ _PROVING = threading.RLock()  # if ranks are threads, one proves and the others 
 class Algorithm:
     """One algorithm of one collective, and what it promises.
 
-    `ranks`: the numbers of ranks that it serves.  `is_ordered`: whether it combines in rank order,
-    so that the operator need not be commutative.  `is_bitwise`: whether all ranks with the same
-    result get the same bits, even if rounding depends on the order.  `is_invariant`: whether it
-    combines along the fixed tree, so that a result has the same bits by any other algorithm that
-    does, and with `shards` on any number of ranks.  `pieces`: the number of pieces of a vector.
-    `options`: the options of the function, with their defaults.  `source`: the publication.
-    `use`: when to use it, in a sentence.  `is_local`: in a gather, scatter or all-to-all, whether a
-    rank handles only blocks of its own input and output, so that it needs no other counts.
-    `is_built_in`: whether the test suite proves it; another algorithm is proved before the first
-    use of each number of ranks, root and options.
+    The costs are those of the worst root, with blocks of equal size, and 0 for one rank.  In the
+    formulas, n is the size in bytes of the whole vector; for scatter and gather that of the root's
+    buffer, for all-gather that of the result, for all-to-all that of one rank's input.
 
-    The costs are those of the worst root, with blocks of equal size, and 0 for one rank:
-
-    - `rounds`: the number of rounds.
-    - `startups`: the sum over rounds of the most messages that one rank sends or receives; it is
-      equal to the rounds if that is one message.
-    - `messages`, `total_bytes`: the messages and bytes of all ranks together.
-    - `max_bytes_per_rank`: the most bytes that one rank sends or receives.
-    - `critical_bytes`: the sum over rounds of the most bytes that one rank sends or receives in the
-      round.
-    - `reduction_bytes`: the most bytes that one rank combines.
-    - `scratch_bytes`: a bound of the bytes that a rank needs in addition to input and output, out
-      of place; None: not stated.
-
-    n is the size in bytes of the whole vector; for scatter and gather that of the root's buffer,
-    for all-gather that of the result, for all-to-all that of one rank's input.
+    Attributes
+    ----------
+    collective, name : str
+    function : function
+        Yields the rounds of a rank.
+    rounds : Formula
+        The number of rounds.
+    startups : Formula
+        The sum over rounds of the most messages that one rank sends or receives; it is equal to the
+        rounds if that is one message.
+    messages, total_bytes : Formula
+        The messages and bytes of all ranks together.
+    max_bytes_per_rank : Formula
+        The most bytes that one rank sends or receives.
+    critical_bytes : Formula
+        The sum over rounds of the most bytes that one rank sends or receives in the round.
+    reduction_bytes : Formula
+        The most bytes that one rank combines.
+    scratch_bytes : Formula, optional
+        A bound of the bytes that a rank needs in addition to input and output, out of place; None:
+        not stated.
+    pieces : Formula
+        The number of pieces of a vector.
+    ranks : str
+        The numbers of ranks that the algorithm serves.
+    is_ordered : bool
+        Whether it combines in rank order, so that the operator need not be commutative.
+    is_bitwise : bool
+        Whether all ranks with the same result get the same bits, even if rounding depends on the
+        order.
+    is_invariant : bool
+        Whether it combines along the fixed tree, so that a result has the same bits by any other
+        algorithm that does, and with `shards` on any number of ranks.
+    is_local : bool
+        In a gather, scatter or all-to-all, whether a rank handles only blocks of its own input and
+        output, so that it needs no other counts.
+    source : str
+        The publication.
+    use : str
+        When to use it, in a sentence.
+    options : mapping of str to int or Topology
+        The options of the function, with their defaults.
+    is_built_in : bool
+        Whether the test suite proves it; another algorithm is proved before the first use of each
+        number of ranks, root and options.
     """
 
     collective: str
@@ -124,7 +147,7 @@ class Algorithm:
         }[self.ranks]
 
     def serves(self, size: int, **options: Option) -> bool:
-        """Whether the algorithm can run on `size` ranks."""
+        """Return whether the algorithm can run on `size` ranks."""
         chosen: dict[str, Any] = {**self.options, **options}
         if self.ranks == "at most shards":
             most: int = chosen["shards"] or size
@@ -137,14 +160,17 @@ class Algorithm:
         ]
 
     def hosts(self, size: int, **options: Option) -> Topology:
-        """The hosts of `size` ranks; only one if the algorithm does not know hosts.
+        """Return the hosts of `size` ranks; only one if the algorithm does not know hosts.
 
-        Raises ValueError if `per_host` is a topology of another number of ranks.
+        Raises
+        ------
+        ValueError
+            If `per_host` is a topology of another number of ranks.
         """
         return topology_of(size, {"per_host": size, **self.options, **options}["per_host"])
 
     def case(self, size: int, root: int | None = None, **options: Option) -> Case:
-        """The instance of the collective for `size` ranks, this `root` and these options."""
+        """Return the instance of the collective for `size` ranks, this `root` and these options."""
         num_pieces = checked_num_pieces(self.label, self.pieces, size, options)
         chosen: dict[str, Any] = {**self.options, **options}
         return Case(size, root or 0, num_pieces, chosen.get("shards", 0))
@@ -152,10 +178,14 @@ class Algorithm:
     def schedule(
         self, rank: int, size: int, root: int | None = None, **options: Option
     ) -> Schedule:
-        """The rounds of one rank of `size` ranks.
+        """Return the rounds of one rank of `size` ranks.
 
-        Raises ValueError if the algorithm does not serve this number of ranks, this `root` or
-        these `options`, and ScheduleError, on every rank, if a registered algorithm is wrong.
+        Raises
+        ------
+        ValueError
+            If the algorithm does not serve this number of ranks, this `root` or these `options`.
+        ScheduleError
+            If a registered algorithm is wrong, on every rank.
         """
         self._check(rank, size, root, options)
         if not self.is_built_in:
@@ -163,7 +193,13 @@ class Algorithm:
         return self._rounds(rank, size, root, options)
 
     def verify(self, size: int, root: int | None = None, **options: Option) -> None:
-        """Prove it for `size` ranks and `root`, or raise `ScheduleError` with the grid."""
+        """Prove the algorithm for `size` ranks and `root`.
+
+        Raises
+        ------
+        ScheduleError
+            If the algorithm is wrong.  The message ends with the grid.
+        """
         self._check(0, size, root, options)
         case = self.case(size, root, **options)
         schedules = [self._rounds(rank, size, root, options) for rank in range(size)]
@@ -177,11 +213,16 @@ class Algorithm:
         )
 
     def prove(self, size: int, root: int | None = None, **options: Option) -> None:
-        """Prove it for `size` ranks and `root` as `verify` does, but only once.
-
-        Raises ValueError if the proof would take too long.
+        """Prove the algorithm for `size` ranks and `root` as `verify` does, but only once.
 
         Every rank proves the schedules of all ranks, so all ranks get the same result.
+
+        Raises
+        ------
+        ValueError
+            If the proof would take too long.
+        ScheduleError
+            If the algorithm is wrong.
         """
         self._check(0, size, root, options)
         key = (size, root or 0, *sorted({**self.options, **options}.items()))
@@ -194,7 +235,10 @@ class Algorithm:
                 self._proved.add(key)
 
     def _require_proof(self, size: int, root: int | None, options: Mapping[str, Option]) -> None:
-        """Prove it; if it is wrong, raise an error that names the ranks, root and options."""
+        """Prove the algorithm.
+
+        If it is wrong, the error names the ranks, root and options.
+        """
         try:
             self.prove(size, root, **options)
         except ScheduleError as error:
@@ -219,7 +263,7 @@ class Algorithm:
     def _rounds(
         self, rank: int, size: int, root: int | None, options: Mapping[str, Option]
     ) -> Schedule:
-        """The rounds of the function, without a proof."""
+        """Return the rounds of the function, without a proof."""
         where = {"root": root or 0} if SPECS[self.collective].is_rooted else {}
         settings = arguments(size, {**self.options, **options})
         return all_rounds(self.label, self.function(rank, size, **where, **settings))
@@ -254,8 +298,8 @@ class Algorithm:
 
 
 def proof_effort(operations: object) -> int:
-    """The effort to prove a round: the number of its operations and of their blocks."""
+    """Return the effort to prove a round: the number of its operations and of their blocks."""
     if not isinstance(operations, tuple):
         return 1  # the proof refuses it
     blocks = [op.blocks for op in operations if isinstance(op, Operation)]
-    return 1 + sum(1 + len(each) for each in blocks if isinstance(each, tuple))
+    return 1 + sum(1 + len(names) for names in blocks if isinstance(names, tuple))

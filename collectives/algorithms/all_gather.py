@@ -17,7 +17,7 @@ from collectives.schedule import circulant as graph
     use="Use it for large blocks on any number of ranks: every message goes to a neighbour.",
 )
 def ring(rank: int, size: int) -> Iterator[Round]:
-    """Every block is sent once around the ring."""
+    """Send every block once around the ring."""
     return dual(reduce_scatter.ring(rank, size), rank, combine=False)
 
 
@@ -33,7 +33,7 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     "rounds of the ring.",
 )
 def bidirectional_ring(rank: int, size: int) -> Iterator[Round]:
-    """Every block is sent half-way around the ring in both directions."""
+    """Send every block half-way around the ring in both directions."""
     right, left = (rank + 1) % size, (rank - 1) % size
     for k in range(size // 2):
         from_left = [Send(right, [(rank - k) % size]), Recv(left, [(rank - k - 1) % size])]
@@ -54,11 +54,14 @@ def bidirectional_ring(rank: int, size: int) -> Iterator[Round]:
     "ring, with neighbours only.",
 )
 def neighbour_exchange(rank: int, size: int) -> Iterator[Round]:
-    """Neighbours on alternating sides exchange blocks: first one each, then the last two each."""
+    """Exchange blocks with neighbours on alternating sides.
+
+    First partners exchange one block each, then the last two each.
+    """
     ahead = 1 if rank % 2 == 0 else -1
 
     def pair(number: int, who: int = rank, ahead: int = ahead) -> list[Block]:
-        """The two blocks that `who` gets in a round."""
+        """Return the two blocks that `who` gets in a round."""
         way = number // 2 if number % 2 == 0 else -(number + 1) // 2
         first = who - who % 2 + 2 * ahead * way
         return [first % size, (first + 1) % size]
@@ -78,7 +81,7 @@ def neighbour_exchange(rank: int, size: int) -> Iterator[Round]:
     use="Use it for small to middle blocks on a power of two of ranks.",
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
-    """Partners exchange all blocks that they have, so every round doubles them.
+    """Exchange all blocks of two partners, so that every round doubles them.
 
     When p is not a power of two, some pairs of ranks act as one.
     """
@@ -97,7 +100,10 @@ def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     use="Use it for small blocks on any number of ranks; it moves blocks in memory at the end.",
 )
 def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
-    """Rank r collects the blocks r, r+1, ...; every round multiplies their number by the radix."""
+    """Collect the blocks r, r+1, ... on rank r.
+
+    Every round multiplies the number of blocks by the radix.
+    """
     for held in trees.powers(size, radix):
         fetches = [
             (distance, range(min(held, size - distance)))
@@ -117,7 +123,7 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     "and blocks stay in place.",
 )
 def sparbit(rank: int, size: int) -> Iterator[Round]:
-    """Far partners come first, with the fewest blocks; every block stays in its place."""
+    """Exchange the fewest blocks first, with far partners; every block stays in its place."""
     for distance in reversed(trees.powers(size)):
         steps = range((-(-size // distance)) // 2)
         yield (
@@ -134,7 +140,7 @@ def sparbit(rank: int, size: int) -> Iterator[Round]:
     "fewest bytes.",
 )
 def circulant(rank: int, size: int) -> Iterator[Round]:
-    """Every round about doubles the blocks that a rank has, with blocks of the ranks ahead."""
+    """Double, or almost double, a rank's blocks in every round, with blocks of the ranks ahead."""
     return dual(reduce_scatter.circulant(rank, size), rank, combine=False)
 
 
@@ -145,7 +151,7 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
     use="Use it on a network that is a torus: partners are near each other.",
 )
 def swing(rank: int, size: int) -> Iterator[Round]:
-    """Partners are at distances ..., 21, 11, 5, 3, 1, 1 on alternating sides: near on a torus."""
+    """Exchange at distances ..., 21, 11, 5, 3, 1, 1 on alternating sides: near on a torus."""
     return dual(reduce_scatter.swing(rank, size), rank, combine=False)
 
 
@@ -158,7 +164,7 @@ def swing(rank: int, size: int) -> Iterator[Round]:
     "apart at most.",
 )
 def bine(rank: int, size: int) -> Iterator[Round]:
-    """Partners at distances 1, 1, 3, 5, 11, ... exchange all blocks that the other does not have.
+    """Exchange all blocks that the partner does not have, at distances 1, 1, 3, 5, 11, ...
 
     Swing has the opposite order: fewer bytes go far, but the blocks that are sent lie apart.  When
     p is odd, two ranks act as one.
@@ -175,7 +181,7 @@ def bine(rank: int, size: int) -> Iterator[Round]:
     "rounds, down to q.",
 )
 def pat(rank: int, size: int, aggregation: int = 8) -> Iterator[Round]:
-    """Each block is broadcast by a binomial tree; the trees advance in turn, some at a time.
+    """Broadcast each block by a binomial tree; the trees advance in turn, some at a time.
 
     `aggregation` is the most blocks in a message.
     """
@@ -189,7 +195,7 @@ def pat(rank: int, size: int, aggregation: int = 8) -> Iterator[Round]:
     use="Use it for small blocks on few ranks of one host: all messages are in flight at once.",
 )
 def direct(rank: int, size: int) -> Iterator[Round]:
-    """Every rank sends its block directly to all others, all at once."""
+    """Send every block directly to all other ranks, all at once."""
     return dual(reduce_scatter.direct(rank, size), rank, combine=False)
 
 
@@ -204,7 +210,7 @@ def direct(rank: int, size: int) -> Iterator[Round]:
     use="Use it to compare with: it is a gather and a broadcast.",
 )
 def gather_broadcast(rank: int, size: int) -> Iterator[Round]:
-    """A binomial gather to rank 0, then a binomial broadcast from it."""
+    """Gather to rank 0, then broadcast from it, by binomial trees."""
     yield from gather.binomial(rank, size, 0)
     for edges in trees.knomial(rank, size, radix=2):
         yield tuple(trees.down(rank, edge, range(size)) for edge in edges)
@@ -222,7 +228,7 @@ def gather_broadcast(rank: int, size: int) -> Iterator[Round]:
     use="Use it where blocks differ much in size: the largest one is cut into segments.",
 )
 def all_broadcast(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
-    """Every rank broadcasts its block, cut into segments, by the circulant algorithm, all at once.
+    """Broadcast the blocks of all ranks at once, cut into segments, by the circulant algorithm.
 
     All pieces that a rank sends to the same peer in a round are one message.
     """

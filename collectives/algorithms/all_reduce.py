@@ -42,7 +42,7 @@ from collectives.schedule import (
     "fewer bytes, and every message goes to a neighbour.",
 )
 def ring(rank: int, size: int) -> Iterator[Round]:
-    """A ring reduce-scatter, then a ring all-gather; no algorithm sends fewer bytes."""
+    """Reduce-scatter around a ring, then all-gather around it; no algorithm sends fewer bytes."""
     yield from reduce_scatter.ring(rank, size)
     yield from all_gather.ring(rank, size)
 
@@ -61,7 +61,7 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     "combined while it is still there.",
 )
 def segmented_ring(rank: int, size: int, segments: int = 2) -> Iterator[Round]:
-    """The ring with blocks cut into small segments, which are reduced one after the other."""
+    """Reduce around a ring with blocks cut into small segments, one segment after the other."""
 
     def block(number: int) -> range:
         return range(number * segments, (number + 1) * segments)
@@ -87,7 +87,7 @@ def segmented_ring(rank: int, size: int, segments: int = 2) -> Iterator[Round]:
     use="Use it for two ranks, or as the simplest thing to compare others with.",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
-    """Rank 0 receives all vectors one after the other, and sends the result in the same way."""
+    """Receive all vectors on rank 0 one after the other, and send the result in the same way."""
     yield from reduce.linear(rank, size, 0)
     yield from broadcast.linear(rank, size, 0)
 
@@ -107,7 +107,7 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     "array from each rank: it is a reduce and a broadcast.",
 )
 def reduce_broadcast(rank: int, size: int) -> Iterator[Round]:
-    """A binomial reduce to rank 0, then a binomial broadcast from it."""
+    """Reduce to rank 0, then broadcast from it, by binomial trees."""
     yield from reduce.binomial(rank, size, 0)
     yield from broadcast.binomial(rank, size, 0)
 
@@ -128,7 +128,7 @@ def reduce_broadcast(rank: int, size: int) -> Iterator[Round]:
     use="Use it for short vectors where a rank can exchange with several partners at once.",
 )
 def recursive_multiplying(rank: int, size: int, radix: int = 3) -> Iterator[Round]:
-    """Groups exchange and combine vectors; every round multiplies the number of ranks combined.
+    """Exchange and combine vectors in groups; every round multiplies the number of ranks combined.
 
     When p is not a power of the radix, neighbours fold: one takes part for all of them.
     """
@@ -162,7 +162,7 @@ def _multiplying_core(rank: int, size: int, radix: int) -> Iterator[Round]:
     "the whole vector in each round.",
 )
 def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
-    """Partners exchange and combine vectors; every round doubles the number of ranks combined.
+    """Exchange and combine vectors in pairs; every round doubles the number of ranks combined.
 
     When p is not a power of two, some neighbours fold: one takes part for both.
     """
@@ -184,7 +184,7 @@ def recursive_doubling(rank: int, size: int) -> Iterator[Round]:
     "once.",
 )
 def one_shot(rank: int, size: int) -> Iterator[Round]:
-    """Every rank sends its vector to all others at once, and combines the vectors it receives."""
+    """Send the vector to all other ranks at once, and combine the vectors that arrive."""
     return recursive_multiplying(rank, size, radix=max(2, size))
 
 
@@ -203,7 +203,7 @@ def one_shot(rank: int, size: int) -> Iterator[Round]:
     "commute: it sends as little as the ring, in two rounds of many messages.",
 )
 def two_shot(rank: int, size: int) -> Iterator[Round]:
-    """Every part is sent directly to the rank that combines it, and from there to all ranks."""
+    """Send every part directly to the rank that combines it, and from there to all ranks."""
     yield from reduce_scatter.direct(rank, size)
     yield from all_gather.direct(rank, size)
 
@@ -222,7 +222,7 @@ def two_shot(rank: int, size: int) -> Iterator[Round]:
     "the ring in few rounds.",
 )
 def rabenseifner(rank: int, size: int) -> Iterator[Round]:
-    """A recursive-halving reduce-scatter, then a recursive-doubling all-gather.
+    """Reduce-scatter by recursive halving, then all-gather by recursive doubling.
 
     When p is not a power of two, some neighbours fold: one takes part for both.
     """
@@ -248,7 +248,10 @@ def _rabenseifner_core(rank: int, size: int) -> Iterator[Round]:
     "the ring, in the fewest rounds of any such algorithm here.",
 )
 def circulant(rank: int, size: int) -> Iterator[Round]:
-    """A circulant reduce-scatter, then all-gather: few rounds and the fewest bytes, for any p."""
+    """Reduce-scatter, then all-gather, by the circulant algorithm.
+
+    It takes few rounds and the fewest bytes, for any p.
+    """
     yield from reduce_scatter.circulant(rank, size)
     yield from all_gather.circulant(rank, size)
 
@@ -262,7 +265,7 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
     "host.",
 )
 def circulant_strided(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
-    """The circulant all-reduce with another order of ranks, so that far hops stay within a host.
+    """Run the circulant all-reduce in another order of ranks, so that far hops stay in a host.
 
     If each of H hosts has the same power of two of ranks, it sends 2n (H-1)/H bytes to other hosts:
     the least possible.
@@ -280,7 +283,10 @@ def circulant_strided(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     "each other.",
 )
 def swing(rank: int, size: int) -> Iterator[Round]:
-    """A swing reduce-scatter, then all-gather: the fewest bytes, between ranks near on a torus."""
+    """Reduce-scatter, then all-gather, by the swing algorithm.
+
+    It sends the fewest bytes, between ranks that are near on a torus.
+    """
     yield from reduce_scatter.swing(rank, size)
     yield from all_gather.swing(rank, size)
 
@@ -298,7 +304,7 @@ def swing(rank: int, size: int) -> Iterator[Round]:
     use="Use it for short vectors on a network that is a torus.",
 )
 def swing_latency(rank: int, size: int) -> Iterator[Round]:
-    """Partners at distances 1, 1, 3, 5, 11, ... on alternating sides exchange whole vectors."""
+    """Exchange whole vectors at distances 1, 1, 3, 5, 11, ... on alternating sides."""
     for step in range(trees.ceil_log2(size)):
         partner = negabinary.partner(rank, size, step)
         yield Send(partner, [0]), RecvReduce(partner, [0])
@@ -313,7 +319,7 @@ def swing_latency(rank: int, size: int) -> Iterator[Round]:
     "links, best on a power of two of ranks: three of four bytes go to neighbours.",
 )
 def bine(rank: int, size: int) -> Iterator[Round]:
-    """Halving at distances 1, 1, 3, 5, 11, ..., then doubling backwards; what is sent is together.
+    """Halve at distances 1, 1, 3, 5, 11, ..., then double backwards; what is sent lies together.
 
     When p is not a power of two, some neighbours fold: one takes part for both.
     """
@@ -328,7 +334,7 @@ def _bine_core(rank: int, size: int) -> Iterator[Round]:
 
 
 def _bine_halving(rank: int, size: int) -> Iterator[Round]:
-    """Partners split their pieces, which are numbered so that those that are kept lie together."""
+    """Split the pieces of partners, which are numbered so that those that are kept lie together."""
     for step in range(trees.ceil_log2(size)):
         partner, length = negabinary.partner(rank, size, step), size >> step + 1
         mine, theirs = (
@@ -347,7 +353,7 @@ def _bine_halving(rank: int, size: int) -> Iterator[Round]:
     "as recursive doubling, between partners a third nearer.",
 )
 def bine_latency(rank: int, size: int) -> Iterator[Round]:
-    """Partners at distances ..., 11, 5, 3, 1, 1 on alternating sides exchange whole vectors.
+    """Exchange whole vectors at distances ..., 11, 5, 3, 1, 1 on alternating sides.
 
     In this order, groups of ranks that have the same sum exchange it, so that all ranks combine in
     the same way.  When p is not a power of two, some neighbours fold.
@@ -376,7 +382,7 @@ def _bine_latency_core(rank: int, size: int) -> Iterator[Round]:
     use="Use it for large vectors on many ranks, where a ring would take too many rounds.",
 )
 def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """A reduce to rank 0 and a broadcast by two binary trees, each for half of the pieces."""
+    """Reduce to rank 0 and broadcast from it by two binary trees, each for half of the pieces."""
     yield from reduce.double_binary_tree(rank, size, 0, segments)
     yield from broadcast.double_binary_tree(rank, size, 0, segments=segments)
 
@@ -394,12 +400,12 @@ def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Roun
     "takes fewer rounds.",
 )
 def census(rank: int, size: int) -> Iterator[Round]:
-    """Each rank combines a growing window of ranks, until it contains all: the fewest rounds."""
+    """Combine a growing window of ranks until it contains all: the fewest rounds."""
     return windows(rank, size, list(_census_plan(size)), is_ring=True)
 
 
 def _census_plan(size: int) -> Iterator[list[bool]]:
-    """Which rounds include the own vector: those where p-1 has a binary digit 1."""
+    """Return which rounds send the own vector: those where p-1 has a binary digit 1."""
     return ([digit == "1"] for digit in f"{size - 1:b}" if size > 1)
 
 
@@ -418,7 +424,7 @@ def _census_plan(size: int) -> Iterator[list[bool]]:
     "both ways around a ring or a torus: no algorithm with two messages takes fewer rounds.",
 )
 def tripling(rank: int, size: int) -> Iterator[Round]:
-    """Each round triples the window of ranks that a rank combines, in both directions.
+    """Triple the window of ranks that a rank combines in each round, in both directions.
 
     For a power of three of ranks this is Trivance: partners are 1, 3, 9, ... ahead and behind.  For
     other numbers windows reach backwards until only whole ones are needed, as in the census.
@@ -427,7 +433,7 @@ def tripling(rank: int, size: int) -> Iterator[Round]:
 
 
 def _tripling_plan(size: int) -> Iterator[list[bool]]:
-    """How many of two messages include the own vector: the digits of p-1 to the base 3."""
+    """Yield how many of two messages include the own vector: the digits of p-1 to the base 3."""
     for exponent in reversed(range(trees.ceil_log(size, 3))):
         whole = (size - 1) // 3**exponent % 3
         is_first = size - 1 < 3 ** (exponent + 1)  # others are not known yet
@@ -446,7 +452,10 @@ def _tripling_plan(size: int) -> Iterator[list[bool]]:
     use="Use it for very short vectors where every rank must combine in the order of the ranks.",
 )
 def all_gather_reduce(rank: int, size: int) -> Iterator[Round]:
-    """Every rank gathers all vectors and combines them in rank order: the same bits everywhere."""
+    """Gather all vectors on every rank, and combine them in rank order.
+
+    All ranks get the same bits.
+    """
     rounds = [
         tuple(_of_vectors(op, rank) for op in operations)
         for operations in all_gather.bruck(rank, size)
@@ -457,7 +466,10 @@ def all_gather_reduce(rank: int, size: int) -> Iterator[Round]:
 
 
 def _of_vectors(op: Operation, rank: int) -> Operation:
-    """An all-gather's operation on whole vectors: called 0 by their rank, (rank, 0) by others."""
+    """Return an all-gather's operation on whole vectors.
+
+    A vector is called 0 by its rank, (rank, 0) by others.
+    """
 
     def names(holder: int | None) -> list[Block]:
         return [0 if owner == holder else (owner, 0) for owner in op.blocks]
@@ -468,7 +480,7 @@ def _of_vectors(op: Operation, rank: int) -> Operation:
 
 
 def _combined_in_order(rank: int, size: int) -> list[Operation]:
-    """The operations that combine the gathered vectors as (((0 (+) 1) (+) 2) ...)."""
+    """Return the operations that combine the gathered vectors as (((0 (+) 1) (+) 2) ...)."""
     own = ("own", 0)
     vectors: list[Block] = [own if other == rank else (other, 0) for other in range(size)]
     start = [Copy([0], [own]), Copy(vectors[:1], [0])] if rank else []
@@ -525,7 +537,7 @@ def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
     "sends as little as the ring if the shards of each rank are one subtree.",
 )
 def invariant(rank: int, size: int, shards: int = 0) -> Iterator[Round]:
-    """Every part is combined by one rank along the fixed tree, and sent from there to all ranks."""
+    """Combine every part on one rank along the fixed tree, and send it from there to all ranks."""
     yield from reduce_scatter.invariant(rank, size, shards)
     yield from all_gather.direct(rank, size)
 
@@ -547,5 +559,5 @@ def invariant(rank: int, size: int, shards: int = 0) -> Iterator[Round]:
     use="Use it for short vectors on few ranks, with the bits of `invariant` in one exchange.",
 )
 def invariant_one_shot(rank: int, size: int, shards: int = 0) -> Iterator[Round]:
-    """Every rank gets the contributions of all others, and combines them along the fixed tree."""
+    """Exchange all contributions, and combine them along the fixed tree on every rank."""
     return along_fixed_tree(rank, size, shards, [0], lambda owner: [0])

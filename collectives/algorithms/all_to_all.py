@@ -37,7 +37,7 @@ from collectives.schedule import (
     "each other.",
 )
 def linear_sync(rank: int, size: int, outstanding: int = 4) -> Iterator[Round]:
-    """Every rank sends its blocks directly, to the nearest ranks first, a few at a time."""
+    """Send the blocks directly, to the nearest ranks first, a few at a time."""
     for start in range(1, size, outstanding):
         distances = range(start, min(start + outstanding, size))
         ahead, behind = ([(rank + sign * d) % size for d in distances] for sign in (1, -1))
@@ -59,7 +59,7 @@ def linear_sync(rank: int, size: int, outstanding: int = 4) -> Iterator[Round]:
     use="Use it for blocks of any size on few ranks: all messages are in flight at once.",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
-    """Every rank sends all its blocks directly at once, to the nearest ranks first."""
+    """Send all blocks directly at once, to the nearest ranks first."""
     return linear_sync(rank, size, outstanding=size)
 
 
@@ -78,7 +78,7 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     "other.",
 )
 def segmented_linear(rank: int, size: int, segments: int = 4) -> Iterator[Round]:
-    """Every rank sends a segment of its block to each rank, nearest first, then the next segments.
+    """Send a segment of the block to each rank, nearest first, then the next segments.
 
     All messages are in flight at once.
     """
@@ -108,7 +108,7 @@ def segmented_linear(rank: int, size: int, segments: int = 4) -> Iterator[Round]
     use="Use it for large blocks on many ranks: one message out and one in at a time.",
 )
 def pairwise(rank: int, size: int) -> Iterator[Round]:
-    """In round k, each rank sends to the k-th rank ahead and receives from the k-th behind."""
+    """Send to the k-th rank ahead, and receive from the k-th behind, in round k."""
     return linear_sync(rank, size, outstanding=1)
 
 
@@ -124,7 +124,7 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
     use="Use it for large blocks where exchanges in both directions with one partner are fastest.",
 )
 def one_factor(rank: int, size: int) -> Iterator[Round]:
-    """In every round each rank exchanges blocks with one partner; with odd p one rank is idle."""
+    """Exchange blocks with one partner in every round; with odd p one rank is idle."""
     num_rounds = size - 1 + size % 2 if size > 1 else 0
     for number in range(num_rounds):
         partner = (number - rank) % num_rounds
@@ -147,7 +147,7 @@ def one_factor(rank: int, size: int) -> Iterator[Round]:
     use="Use it for blocks of a few bytes: few messages, each of many blocks.",
 )
 def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
-    """A block for the i-th rank ahead makes a hop of z * radix**x for each digit z, at x, of i."""
+    """Move a block for the i-th rank ahead by z * radix**x ranks for each digit z, at x, of i."""
     for unit in trees.powers(size, radix):
         for hop in range(unit, min(radix * unit, size), unit):
 
@@ -173,7 +173,7 @@ def bruck(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     "few links, best on a power of two of ranks: partners are a third nearer.",
 )
 def bine(rank: int, size: int) -> Iterator[Round]:
-    """Partners at distances ..., 11, 5, 3, 1, 1 exchange the blocks that cannot arrive without it.
+    """Exchange, at distances ..., 11, 5, 3, 1, 1, the blocks that cannot arrive without it.
 
     Blocks of even ranks take the ways of those of rank 0, blocks of odd ranks the mirrored ways.
     """
@@ -204,7 +204,7 @@ def bine(rank: int, size: int) -> Iterator[Round]:
     "two hosts instead of many.",
 )
 def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
-    """Blocks are exchanged within each host first, then between hosts.
+    """Exchange blocks within each host first, then between hosts.
 
     A rank sends one message to each of its counterparts on other hosts, with the blocks of all
     ranks of its own host for that rank.
@@ -223,7 +223,7 @@ def hierarchical(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
 
 
 def _between(hosts: Topology, pair: tuple[int, int]) -> Iterator[tuple[int, ...]]:
-    """All blocks from the ranks of one host to those of another."""
+    """Return all blocks from the ranks of one host to those of another."""
     return product(*(hosts.hosts[host] for host in pair))
 
 
@@ -241,7 +241,7 @@ def _between(hosts: Topology, pair: tuple[int, int]) -> Iterator[tuple[int, ...]
     "adapter of its own: the ranks of a host share what it sends to each other host.",
 )
 def fast(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
-    """The ranks of a host first balance what each of them sends to every other host.
+    """Balance what each rank of a host sends to every other host, then exchange between hosts.
 
     A block between hosts is cut into as many pieces as the largest host has ranks.  Each piece has
     a column, and is sent by the rank of its host that has the column to the one that has it on the
@@ -273,10 +273,10 @@ def fast(rank: int, size: int, hosts: Topology) -> Iterator[Round]:
 def _pieces(
     hosts: Topology, sources: Iterable[int], destinations: Iterable[int], columns: Iterable[int]
 ) -> Iterator[Block]:
-    """The pieces in some columns of all blocks from some ranks to some ranks.
+    """Yield the pieces in some columns of all blocks from some ranks to some ranks.
 
-    If a block is not a multiple of the number of columns, its first pieces are larger.  Those of
-    different blocks have different columns.
+    If a block is not a multiple of the number of columns, its first pieces are larger.  The first
+    pieces of different blocks have different columns.
     """
     num_pieces = hosts.max_per_host
     for block in product(sources, destinations):
@@ -286,7 +286,7 @@ def _pieces(
 
 
 def _carrier(hosts: Topology, piece: Any, host: int) -> int:
-    """The rank of a host that sends or receives a piece between hosts."""
+    """Return the rank of a host that sends or receives a piece between hosts."""
     if hosts.max_per_host == 1:
         return hosts.hosts[host][0]
     (source, destination), number = piece
@@ -307,7 +307,7 @@ def _carrier(hosts: Topology, piece: Any, host: int) -> int:
     "messages stay in a line of the torus, and there are few of them.",
 )
 def torus(rank: int, size: int, x: int = 2, y: int = 1) -> Iterator[Round]:
-    """Blocks are exchanged along one dimension of a torus after the other.
+    """Exchange blocks along one dimension of a torus after the other.
 
     Rank (k * y + j) * x + i is at place i, j, k of a torus of x, y and p / (x * y) ranks.  A block
     moves in each dimension to the place of its destination; a message has all blocks that go there.

@@ -22,9 +22,9 @@ _NO_BYTES = {
     use="Use it on any number of ranks: no algorithm takes fewer rounds.",
 )
 def dissemination(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
-    """In round k every rank notifies the rank 2**k behind it of all arrivals that it knows.
+    """Notify, in round k, the rank 2**k behind this one of all arrivals that this rank knows.
 
-    With a greater radix, the ranks j * radix**k behind it, for j from 1 to radix - 1.
+    With a greater radix, notify the ranks j * radix**k behind it, for j from 1 to radix - 1.
     """
     return all_gather.bruck(rank, size, radix)
 
@@ -35,5 +35,5 @@ def dissemination(rank: int, size: int, radix: int = 2) -> Iterator[Round]:
     use="Use it where fewer messages count more than fewer rounds.",
 )
 def tree(rank: int, size: int) -> Iterator[Round]:
-    """Arrivals are gathered on rank 0 by a binomial tree, and a broadcast releases all ranks."""
+    """Gather arrivals on rank 0 by a binomial tree, and release all ranks by a broadcast."""
     return all_gather.gather_broadcast(rank, size)

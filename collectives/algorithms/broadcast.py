@@ -34,7 +34,7 @@ from collectives.schedule import two_trees as pair
     use="Use it for two or three ranks, or as the simplest thing to compare others with.",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
-    """The root sends to every other rank, one after the other."""
+    """Send from the root to every other rank, one after the other."""
     for edges in trees.linear(rank, size, root):
         yield tuple(trees.down(rank, edge, [0]) for edge in edges)
 
@@ -54,7 +54,7 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
 )
 @rooted(blocks_are_ranks=False)
 def chain(rank: int, size: int, chains: int = 2, segments: int = 1) -> Iterator[Round]:
-    """The root sends each piece to several lines of ranks, where each rank forwards it."""
+    """Send each piece from the root to several lines of ranks, where each rank forwards it."""
     chains = min(chains, size - 1)
     streams = []
     lines = trees.groups(size - 1, chains) if size > 1 else []
@@ -85,7 +85,7 @@ def chain(rank: int, size: int, chains: int = 2, segments: int = 1) -> Iterator[
     "little more than n bytes.",
 )
 def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """The pieces are sent one after the other along the line of all ranks."""
+    """Send the pieces one after the other along the line of all ranks."""
     return chain(rank, size, root, chains=1, segments=segments)
 
 
@@ -104,14 +104,17 @@ def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Rou
 )
 @rooted(blocks_are_ranks=False)
 def binary(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """Every rank forwards each piece to two others, in a binary tree."""
+    """Forward each piece to two others, in a binary tree."""
     streams = _binary_streams(rank, range(size), 0, range(segments))
     period = min(2, size - 1)
     return trees.pipelined(rank, streams, period, trees.depth(size) + period * (segments - 1))
 
 
 def _binary_streams(rank: int, members: range, start: int, pieces: range) -> list[Stream]:
-    """The streams at `rank` in a binary tree of some ranks, whose top gets its first in `start`."""
+    """Return the streams at `rank` in a binary tree of some ranks.
+
+    The top of the tree gets its first piece in round `start`.
+    """
     if rank not in members:
         return []
     parent, time, children = trees.binary(members.index(rank), len(members))
@@ -139,7 +142,7 @@ def _binary_streams(rank: int, members: range, start: int, pieces: range) -> lis
 )
 @rooted(blocks_are_ranks=False)
 def split_binary(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """Each half is sent down its own binary tree of half the ranks; then pairs swap halves.
+    """Send each half down its own binary tree of half the ranks; then swap halves in pairs.
 
     The odd ranks (counted from the root) get the first half, the even ones the second.  When there
     is one odd rank too many, the root gives it its second half.
@@ -161,7 +164,7 @@ def split_binary(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
 
 
 def _swap(rank: int, size: int, first: range, second: range) -> Round:
-    """The last round: ranks 2i-1 and 2i give each other their halves."""
+    """Return the last round: ranks 2i-1 and 2i give each other their halves."""
     if rank == 0:
         return (Send(size - 1, second),) if size % 2 == 0 else ()
     if rank == size - 1 and size % 2 == 0:
@@ -185,7 +188,7 @@ def _swap(rank: int, size: int, first: range, second: range) -> Round:
 )
 @rooted(blocks_are_ranks=False)
 def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
-    """Every round multiplies the number of ranks that have the vector by the radix."""
+    """Multiply the number of ranks that have the vector by the radix in every round."""
     for edges in trees.knomial(rank, size, radix):
         yield tuple(trees.down(rank, edge, [0]) for edge in edges)
 
@@ -200,7 +203,7 @@ def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
     use="Use it for short vectors on any number of ranks: no algorithm takes fewer rounds.",
 )
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Every round doubles the number of ranks that have the vector."""
+    """Double the number of ranks that have the vector in every round."""
     return knomial(rank, size, root, radix=2)
 
 
@@ -216,7 +219,7 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
 )
 @rooted(blocks_are_ranks=False)
 def bine(rank: int, size: int) -> Iterator[Round]:
-    """Every round doubles the number of ranks that have the vector, at distances p/3, p/6, ..."""
+    """Double the number of ranks that have the vector in every round, at distances p/3, p/6, ..."""
     for edges in negabinary.tree(rank, size):
         yield tuple(trees.down(rank, edge, [0]) for edge in edges)
 
@@ -236,7 +239,7 @@ def bine(rank: int, size: int) -> Iterator[Round]:
 )
 @rooted(blocks_are_ranks=False)
 def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """Even pieces are sent down one binary tree, odd pieces down another, at full speed.
+    """Send even pieces down one binary tree, odd pieces down another, at full speed.
 
     A rank that forwards pieces in one tree is a leaf of the other.
     """
@@ -260,7 +263,7 @@ def double_binary_tree(rank: int, size: int, segments: int = 1) -> Iterator[Roun
     use="Use it for large vectors on a power of two of ranks, where bytes cost more than rounds.",
 )
 def scatter_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
-    """A binomial scatter, then Bruck's all-gather."""
+    """Scatter by a binomial tree, then all-gather by Bruck's algorithm."""
     yield from scatter.binomial(rank, size, root)
     yield from all_gather.bruck(rank, size)
 
@@ -277,7 +280,7 @@ def scatter_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     "grow with the number of ranks.",
 )
 def scatter_ring_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
-    """A binomial scatter, then a ring all-gather."""
+    """Scatter by a binomial tree, then all-gather around a ring."""
     yield from scatter.binomial(rank, size, root)
     yield from all_gather.ring(rank, size)
 
@@ -296,7 +299,10 @@ def scatter_ring_all_gather(rank: int, size: int, root: int) -> Iterator[Round]:
 )
 @rooted(blocks_are_ranks=False)
 def circulant(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
-    """Each piece has its own tree; the trees are interleaved so that no rounds are wasted."""
+    """Send each piece along its own tree.
+
+    The trees are interleaved so that no rounds are wasted.
+    """
     for receives, sends in zip(*graph.transfers(rank, size, segments), strict=True):
         comes = [Recv((rank - t.distance) % size, [t.piece]) for t in [receives] if t]
         goes = [Send((rank + t.distance) % size, [t.piece]) for t in [sends] if t]
@@ -315,7 +321,7 @@ def circulant(rank: int, size: int, segments: int = 1) -> Iterator[Round]:
     "another host.",
 )
 def hierarchical(rank: int, size: int, root: int, hosts: Topology) -> Iterator[Round]:
-    """A binomial tree to one rank of every host, then a binomial tree within every host."""
+    """Send to one rank of every host, then within every host, by binomial trees."""
     root_host = hosts.host_of[root]
     leaders = [hosts.counterpart(root, host) for host in range(hosts.num_hosts)]
     leader = leaders[hosts.host_of[rank]]

@@ -19,7 +19,7 @@ from collectives.schedule import Copy, CopyReduce, Recv, Round, Send, trees
     use="Use it for few ranks, or for large vectors: a rank sends its result once.",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
-    """Each rank keeps what the previous rank sends, and forwards it with its own part added."""
+    """Keep what the previous rank sends, and forward it with the own part added."""
     for number in range(size - 1):
         if rank == number + 1 < size - 1:
             yield Recv(rank - 1, [0], into=[OTHERS]), CopyReduce([OTHERS], [0])
@@ -44,7 +44,7 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     "one rank less.",
 )
 def doubling(rank: int, size: int) -> Iterator[Round]:
-    """A shift by one rank, then a scan by doubling: no more combinations than needed."""
+    """Shift by one rank, then scan by doubling: no more combinations than needed."""
     return _on_a_line(rank, size, num_whole=1)
 
 
@@ -63,7 +63,7 @@ def doubling(rank: int, size: int) -> Iterator[Round]:
     "numbers of ranks.",
 )
 def one_two_three(rank: int, size: int) -> Iterator[Round]:
-    """Distances 1, 2, 3, 6, 12, ...; only the second round includes the own part."""
+    """Combine at distances 1, 2, 3, 6, 12, ...; only the second round includes the own part."""
     return _on_a_line(rank, size, num_whole=2)
 
 
@@ -81,14 +81,18 @@ def one_two_three(rank: int, size: int) -> Iterator[Round]:
     use="Use it for short vectors on many ranks: no algorithm takes fewer rounds.",
 )
 def min_round(rank: int, size: int) -> Iterator[Round]:
-    """The fewest rounds possible; the own part is included only in the rounds that need it."""
+    """Combine in the fewest rounds possible.
+
+    The own part is included only in the rounds that need it.
+    """
     return _on_a_line(rank, size, num_whole=trees.exscan_turn(size))
 
 
 def _on_a_line(rank: int, size: int, num_whole: int) -> Iterator[Round]:
-    """An exscan whose first `num_whole` rounds include the own part, by a second combination.
+    """Return the rounds of an exscan whose first `num_whole` rounds include the own part.
 
-    In these rounds the window of every rank doubles and grows by one; in the others it doubles.
+    A rank adds its own part by a second combination.  In these rounds the window of every rank
+    doubles and grows by one; in the others it doubles.
     """
     num_whole = min(num_whole, trees.ceil_log2(size))
     plan, reach = [[True]] * num_whole, 2**num_whole - 1

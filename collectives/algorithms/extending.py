@@ -1,4 +1,4 @@
-"""Registers algorithms of users, which are proved and then work like the built-in ones."""
+"""Register algorithms of users, which are proved and then work like the built-in ones."""
 
 from __future__ import annotations
 
@@ -35,32 +35,56 @@ def register(
 ) -> Callable[[Function], Function]:
     """Add an algorithm: a decorator of the function that yields its rounds.
 
-        @register("all_reduce", is_ordered=True)
-        def there_and_back(rank, size): ...
-
     The function takes `rank`, `size`, for a rooted collective `root`, and its options by name.  For
     every rank it yields the same number of rounds, each a tuple of operations of
     `collectives.schedule`.
 
-    - `collective`: its name.
-    - `name`: the algorithm's name; None: the function's.
-    - `ranks`, `is_ordered`, `is_bitwise`, `is_invariant`, `pieces`, `source`: what it promises, see
-      `Algorithm`.
-    - `options`: the names of its options, with their defaults.  With `per_host` the function takes
-      `hosts`, a `collectives.Topology`, instead.
-    - `formulas`: texts for `rounds`, `startups`, `messages`, `max_bytes_per_rank`, `total_bytes`,
-      `critical_bytes`, `reduction_bytes`, see `Formula`.  A cost without a formula is counted.
-
-    Before it is entered it is proved for 1 to 17 ranks from all roots, with its default options and
-    with each of them one and two higher, and its formulas are compared with what counting finds.
+    Before the algorithm is entered it is proved for 1 to 17 ranks from all roots, with its default
+    options and with each of them one and two higher, and its formulas are compared with counts.
     Any other number of ranks, or value of an option, is proved before the first call that uses it;
     if the proof fails all ranks refuse the call.  An algorithm that was registered before under
     the same name is replaced, as when a cell of a notebook is run again.
 
-    Returns the decorator, which returns the function unchanged.  Raises ScheduleError, with the
-    grid and the wrong cell marked, if the algorithm is wrong, and ValueError for a wrong formula,
-    an unknown collective, option or promise, the name of a built-in algorithm, or a schedule that
-    is too long.
+    Parameters
+    ----------
+    collective : str
+        The name of the collective.
+    name : str, optional
+        The name of the algorithm; by default, the function's.
+    ranks, is_ordered, is_bitwise, is_invariant, pieces, source
+        What the algorithm promises; see `Algorithm`.
+    options : mapping of str to int, optional
+        The names of its options, with their defaults.  With `per_host` the function takes `hosts`,
+        a `collectives.Topology`, instead.
+    **formulas : str
+        The costs `rounds`, `startups`, `messages`, `max_bytes_per_rank`, `total_bytes`,
+        `critical_bytes` and `reduction_bytes`; see `Formula`.  A cost without a formula is counted.
+
+    Returns
+    -------
+    function
+        The decorator, which returns the function unchanged.
+
+    Raises
+    ------
+    ScheduleError
+        If the algorithm is wrong.  The message has the grid with the wrong cell marked.
+    ValueError
+        For a wrong formula, an unknown collective, option or promise, the name of a built-in
+        algorithm, or a schedule that is too long.
+
+    Examples
+    --------
+    >>> from collectives import algorithms
+    >>> from collectives.schedule import Recv, Send
+    >>> @algorithms.register("broadcast", rounds="p - 1")
+    ... def one_by_one(rank, size, root):
+    ...     for peer in range(size):
+    ...         if peer != root:
+    ...             sends = [Send(peer, [0])] * (rank == root)
+    ...             yield (*sends, *[Recv(root, [0])] * (rank == peer))
+    >>> str(algorithms.info("broadcast", "one_by_one").messages)
+    'counted'
     """
     if collective not in REGISTRY:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(REGISTRY)}")
@@ -106,7 +130,7 @@ def _made(
     formulas: Mapping[str, str],
     **promises: Any,
 ) -> Algorithm:
-    """The entry; costs without a formula are counted."""
+    """Return the entry; costs without a formula are counted."""
     cut = Formula(pieces, options).checked()
     costs: dict[str, Any] = {
         cost: Formula(formulas[cost], options, is_cost=True).checked()
@@ -128,7 +152,7 @@ def _made(
 
 
 def _telling_its_rank(function: Callable[..., Iterator[Round]]) -> Callable[..., Iterator[Round]]:
-    """The same function, whose errors become a ScheduleError that names the rank."""
+    """Return the same function, whose errors become a ScheduleError that names the rank."""
 
     @wraps(function)
     def rounds(rank: int, size: int, *others: int, **options: Option) -> Iterator[Round]:
@@ -153,7 +177,7 @@ def _check_names(entry: Algorithm) -> None:
     except TypeError as error:
         raise ValueError(
             f"{entry.name}{signature} cannot be called with rank, size"
-            f"{''.join(f', {each}' for each in (*root, *arguments(1, entry.options)))}: {error}"
+            f"{''.join(f', {name}' for name in (*root, *arguments(1, entry.options)))}: {error}"
         ) from None
     taken = REGISTRY[entry.collective].get(entry.name)
     if taken is not None and taken.is_built_in:
@@ -164,9 +188,9 @@ def _check_names(entry: Algorithm) -> None:
 
 
 def prove(entry: Algorithm) -> None:
-    """Prove it, and compare its formulas with counts, for each small number of ranks it serves.
+    """Prove an algorithm and compare its formulas with counts, for small numbers of ranks.
 
-    By its default options, and with each of them one and two higher.
+    The options are the defaults, and each of them one and two higher.
     """
     given = {name: value for name, value in entry.options.items() if isinstance(value, int)}
     higher = [{name: value + i} for name, value in given.items() for i in (1, 2)]
@@ -186,12 +210,12 @@ def compare(entry: Algorithm, size: int, roots: Iterable[int | None], **options:
     case = entry.case(size, **options)
     n = size * case.num_pieces * (entry.collective != "barrier")
     sizes = even_sizes(entry.collective, case, n)
-    found = [
+    by_root = [
         count([entry.schedule(rank, size, root, **options) for rank in range(size)], sizes)
         for root in roots
     ]
-    for cost in found[0]._fields:
-        formula, most = getattr(entry, cost), max(getattr(counts, cost) for counts in found)
+    for cost in by_root[0]._fields:
+        formula, most = getattr(entry, cost), max(getattr(counts, cost) for counts in by_root)
         # With five times as many bytes, bytes are five times as many, and nothing else is.
         for times in (1, 5) if isinstance(formula, Formula) else ():
             counted = most * times if cost in IN_BYTES else most

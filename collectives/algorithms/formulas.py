@@ -55,7 +55,10 @@ any other topology.
 
 @lru_cache(maxsize=256)  # every schedule of every rank asks for it
 def topology_of(size: int, per_host: Option) -> Topology:
-    """The topology that the option `per_host` stands for.  Raises ValueError if it does not fit."""
+    """Return the topology that the option `per_host` stands for.
+
+    Raises ValueError if `size` ranks do not fit it.
+    """
     if isinstance(per_host, int):
         return Topology.consecutive(size, per_host)
     per_host.check_size(size)
@@ -63,7 +66,7 @@ def topology_of(size: int, per_host: Option) -> Topology:
 
 
 def arguments(size: int, options: Mapping[str, Option]) -> dict[str, Any]:
-    """The options as the function of an algorithm takes them: `per_host` is passed as `hosts`."""
+    """Return the options as the function of an algorithm takes them: `hosts` for `per_host`."""
     if "per_host" not in options:
         return dict(options)
     others = {name: value for name, value in options.items() if name != "per_host"}
@@ -71,18 +74,34 @@ def arguments(size: int, options: Mapping[str, Option]) -> dict[str, Any]:
 
 
 class Formula:
-    """A closed formula: `text` is an expression that is evaluated in exact arithmetic.
+    """A closed formula, which is evaluated in exact arithmetic.
 
     Variables: p ranks, n bytes, f = (p - 1) / p, q = ceil(log2 p), k = floor(log2 p), P = 2**k, and
     the options: N segments, radix r, m outstanding messages, c chains, x and y ranks in the
     dimensions of a torus, aggregation A, L logical shards (0: one on each rank), and, if the
     algorithm knows hosts, H hosts, of which the largest has g ranks.
+
     Functions: sum, range, min, max, ceil; of `trees` log(p, r) = ceil_log, power(p, r) =
     power_within, children(p, r) = num_children, hops(p, r) = num_hops, depth(m) and turn(p) =
     exscan_turn; of `two_trees` fill(p); of `negabinary` bine_hops(p) = num_hops; of `fixed_tree`,
     for each rank, parts(p, L) = num_subtrees and within(p, L) = num_within.
-    `defaults`: the default values of the options.  `is_cost`: whether the value for one rank, which
-    sends nothing, is 0 in any case, unless it combines shards.
+
+    Parameters
+    ----------
+    text : str
+        The expression.
+    defaults : mapping of str to int or Topology, optional
+        The default values of the options.
+    is_cost : bool
+        Whether the value for one rank, which sends nothing, is 0 in any case, unless it combines
+        shards.
+
+    Examples
+    --------
+    >>> from collectives import algorithms
+    >>> rounds = algorithms.Formula("q + N - 1", {"segments": 4})
+    >>> rounds(p=6), rounds(p=6, segments=1)
+    (6, 3)
     """
 
     def __init__(
@@ -91,7 +110,13 @@ class Formula:
         self.text, self.defaults, self._is_cost = text, dict(defaults or {}), is_cost
 
     def checked(self) -> Formula:
-        """Return the formula itself.  Raises ValueError if it has no value for two ranks."""
+        """Return the formula itself.
+
+        Raises
+        ------
+        ValueError
+            If it has no value for two ranks.
+        """
         try:
             self(p=2)
         except (SyntaxError, NameError, TypeError, LookupError, ArithmeticError) as error:
@@ -105,7 +130,7 @@ class Formula:
         return compile(exact, f"<formula {self.text}>", "eval")
 
     def __call__(self, p: int, n: int = 0, **options: Option) -> int | Fraction:
-        """The value for `p` ranks and `n` bytes; an int if it is whole."""
+        """Return the value for `p` ranks and `n` bytes; an int if it is whole."""
         if self._is_cost and p == 1 and not {**self.defaults, **options}.get("shards"):
             return 0
         logs = {"q": ceil_log2(p), "k": floor_log2(p), "P": 1 << floor_log2(p)}
@@ -125,7 +150,7 @@ class Formula:
 
 
 def _symbols(p: int, options: Mapping[str, Option]) -> Iterator[tuple[str, int]]:
-    """The variables of the options."""
+    """Yield the variables of the options."""
     for name, value in arguments(p, options).items():
         if isinstance(value, Topology):
             yield "g", value.max_per_host
@@ -181,16 +206,16 @@ class Counted(NamedTuple):
     pieces: Formula
 
     def __call__(self, p: int, n: int = 0, **options: Option) -> int | Fraction:
-        """The value for `p` ranks and `n` bytes."""
+        """Return the value for `p` ranks and `n` bytes."""
         settings = {**self.defaults, **options}
         case = Case(p, 0, checked_num_pieces(self.collective, self.pieces, p, settings))
         roots = range(p) if SPECS[self.collective].is_rooted else [None]
         given = tuple(settings.items())
-        found: list[int | Fraction] = [
+        costs: list[int | Fraction] = [
             getattr(_counted(self.collective, self.function, case, n, root, given), self.name)
             for root in roots
         ]
-        return max(found)
+        return max(costs)
 
     def __str__(self) -> str:
         return "counted"
@@ -205,7 +230,7 @@ def _counted(
     root: int | None,
     settings: tuple[tuple[str, Option], ...],
 ) -> Counts:
-    """All costs, for one root."""
+    """Return all costs, for one root."""
     where = {} if root is None else {"root": root}
     given = {**where, **arguments(case.size, dict(settings))}
     schedules = [
@@ -221,7 +246,7 @@ class ForEvenHosts(NamedTuple):
     counted: Counted
 
     def __call__(self, p: int, n: int = 0, **options: Option) -> int | Fraction:
-        """The value for `p` ranks and `n` bytes."""
+        """Return the value for `p` ranks and `n` bytes."""
         hosts = topology_of(p, {**self.formula.defaults, **options}["per_host"])
         cost = self.formula if hosts.is_even else self.counted
         return cost(p, n, **options)
@@ -234,7 +259,10 @@ Cost = Formula | Counted | ForEvenHosts
 
 
 def checked_num_pieces(label: str, pieces: Formula, size: int, options: Mapping[str, Any]) -> int:
-    """The number of pieces for `size` ranks.  Raises ValueError if it is not valid."""
+    """Return the number of pieces for `size` ranks.
+
+    Raises ValueError if the number is not valid.
+    """
     number = pieces(p=size, **options)
     if not isinstance(number, int) or number < 1:
         raise ValueError(f"{label} cuts into {number} pieces")
@@ -244,7 +272,10 @@ def checked_num_pieces(label: str, pieces: Formula, size: int, options: Mapping[
 
 
 def all_rounds(label: str, rounds: Iterator[Round]) -> Schedule:
-    """All rounds.  Raises ValueError if there are too many; the function may never end."""
+    """Return all rounds.
+
+    Raises ValueError if there are too many; the function may never end.
+    """
     schedule = list(islice(rounds, MAX_ROUNDS + 1))
     if len(schedule) > MAX_ROUNDS:
         raise ValueError(f"{label} has more than {MAX_ROUNDS} rounds")

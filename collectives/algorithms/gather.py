@@ -17,7 +17,7 @@ from collectives.schedule import Round, dual
     use="Use it for blocks of any size on few ranks; the root posts only a few receives at a time.",
 )
 def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Iterator[Round]:
-    """The root receives every other rank's block, a few at a time."""
+    """Receive every other rank's block on the root, a few at a time."""
     return dual(scatter.linear_bounded(rank, size, root, outstanding), rank, combine=False)
 
 
@@ -29,7 +29,7 @@ def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Ite
     use="Use it for large blocks: every block is sent once.",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
-    """The root receives every other rank's block, one after the other."""
+    """Receive every other rank's block on the root, one after the other."""
     return dual(scatter.linear(rank, size, root), rank, combine=False)
 
 
@@ -40,7 +40,7 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     use="Use it for small blocks where a rank can receive several messages at once.",
 )
 def knomial(rank: int, size: int, root: int, radix: int = 4) -> Iterator[Round]:
-    """Groups of neighbours merge their blocks, then groups of groups, up to the root."""
+    """Merge the blocks of groups of neighbours, then of groups of groups, up to the root."""
     return dual(scatter.knomial(rank, size, root, radix=radix), rank, combine=False)
 
 
@@ -51,7 +51,7 @@ def knomial(rank: int, size: int, root: int, radix: int = 4) -> Iterator[Round]:
     use="Use it for small blocks on many ranks: no algorithm takes fewer rounds.",
 )
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Neighbours merge their blocks, then neighbouring pairs, up to the root."""
+    """Merge the blocks of neighbours, then of neighbouring pairs, up to the root."""
     return dual(scatter.binomial(rank, size, root), rank, combine=False)
 
 
@@ -63,5 +63,5 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     "go up to a third less far.",
 )
 def bine(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Neighbouring ranks merge their blocks, then neighbouring groups, up to the root."""
+    """Merge the blocks of neighbouring ranks, then of neighbouring groups, up to the root."""
     return dual(scatter.bine(rank, size, root), rank, combine=False)

@@ -11,9 +11,10 @@ from collectives.schedule import RankAlgorithm, Round, Stream, Topology, dual, t
 
 
 def costs(down: RankAlgorithm, scratch: str) -> dict[str, Any]:
-    """The costs of the reversed broadcast; the busiest rank combines what it sends there."""
-    found = costs_of(down)
-    return found | {"reduction_bytes": found["max_bytes_per_rank"], "scratch_bytes": scratch}
+    """Return the costs of the reversed broadcast; the busiest rank combines what it sends there."""
+    reversed_costs = costs_of(down)
+    combined = reversed_costs["max_bytes_per_rank"]
+    return reversed_costs | {"reduction_bytes": combined, "scratch_bytes": scratch}
 
 
 @algorithm(
@@ -24,7 +25,7 @@ def costs(down: RankAlgorithm, scratch: str) -> dict[str, Any]:
     "is short.",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
-    """The root receives from every other rank, nearest ranks first, and combines in rank order."""
+    """Receive from every other rank on the root, nearest first, and combine in rank order."""
     return dual(broadcast.linear(rank, size, root), rank, combine=True)
 
 
@@ -34,7 +35,7 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
     use="Use it for large vectors where the root can receive from several lines at once.",
 )
 def chain(rank: int, size: int, root: int, chains: int = 2, segments: int = 1) -> Iterator[Round]:
-    """Along several lines each rank adds its part and forwards the sum; the root combines them."""
+    """Add each rank's part along several lines; the root combines the sums of the lines."""
     down = broadcast.chain(rank, size, root, chains=chains, segments=segments)
     return dual(down, rank, combine=True)
 
@@ -46,7 +47,7 @@ def chain(rank: int, size: int, root: int, chains: int = 2, segments: int = 1) -
     "more than n bytes.",
 )
 def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """The pieces are sent one after the other along the line of ranks; each adds its part."""
+    """Send the pieces one after the other along the line of ranks; each rank adds its part."""
     return dual(broadcast.pipeline(rank, size, root, segments), rank, combine=True)
 
 
@@ -56,7 +57,7 @@ def pipeline(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Rou
     use="Use it for vectors of middle size.",
 )
 def binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """Every rank adds its part to those of two others, and forwards the sum, in a binary tree."""
+    """Add each rank's part to those of two others, and forward the sum, in a binary tree."""
     return dual(broadcast.binary(rank, size, root, segments=segments), rank, combine=True)
 
 
@@ -75,7 +76,10 @@ def binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round
     use="Use it where the operator does not commute and the vector is of middle to large size.",
 )
 def in_order_binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """A binary tree in rank order with any root: lower ranks on its left, higher on its right."""
+    """Reduce along a binary tree in rank order with any root.
+
+    Lower ranks are on the root's left, higher ones on its right.
+    """
     parent, time, children = trees.in_order(rank, size, root)
     pieces, period = range(segments), min(2, size - 1)
     streams = [Stream(parent, rank, time - 1, pieces)] * (rank != root)
@@ -91,7 +95,7 @@ def in_order_binary(rank: int, size: int, root: int, segments: int = 1) -> Itera
     "tree receive.",
 )
 def split_binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """Pairs of ranks add one half each; then each half is reduced by its own binary tree."""
+    """Add one half each in pairs of ranks; then reduce each half by its own binary tree."""
     return dual(broadcast.split_binary(rank, size, root, segments=segments), rank, combine=True)
 
 
@@ -102,7 +106,7 @@ def split_binary(rank: int, size: int, root: int, segments: int = 1) -> Iterator
     "within one host.",
 )
 def knomial(rank: int, size: int, root: int, radix: int = 4) -> Iterator[Round]:
-    """Every round divides the number of ranks that hold partial results by the radix."""
+    """Divide the number of ranks that hold partial results by the radix in every round."""
     return dual(broadcast.knomial(rank, size, root, radix=radix), rank, combine=True)
 
 
@@ -112,9 +116,9 @@ def knomial(rank: int, size: int, root: int, radix: int = 4) -> Iterator[Round]:
     use="Use it for short vectors on any number of ranks: no algorithm takes fewer rounds.",
 )
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Every round halves the number of ranks that hold partial results.
+    """Halve the number of ranks that hold partial results in every round.
 
-    In rank order for root 0; other roots rotate the order.
+    Parts are combined in rank order for root 0; other roots rotate the order.
     """
     return dual(broadcast.binomial(rank, size, root), rank, combine=True)
 
@@ -126,7 +130,7 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
     "go up to a third less far.",
 )
 def bine(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Every round halves the number of ranks that hold partial results; the last hop is p/3."""
+    """Halve the number of ranks that hold partial results in every round; the last hop is p/3."""
     return dual(broadcast.bine(rank, size, root), rank, combine=True)
 
 
@@ -137,7 +141,7 @@ def bine(rank: int, size: int, root: int) -> Iterator[Round]:
     "number of rounds.",
 )
 def double_binary_tree(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """Even pieces are reduced by one binary tree, odd pieces by another, at full speed."""
+    """Reduce even pieces by one binary tree, odd pieces by another, at full speed."""
     return dual(
         broadcast.double_binary_tree(rank, size, root, segments=segments), rank, combine=True
     )
@@ -151,7 +155,7 @@ def double_binary_tree(rank: int, size: int, root: int, segments: int = 1) -> It
     use="Use it for large vectors: every rank combines only its part of the vector.",
 )
 def reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
-    """A circulant reduce-scatter, then a binomial gather to the root."""
+    """Reduce-scatter by the circulant algorithm, then gather to the root by a binomial tree."""
     yield from reduce_scatter.circulant(rank, size)
     yield from gather.binomial(rank, size, root)
 
@@ -164,7 +168,7 @@ def reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
     use="Use it for large vectors where messages to neighbours are the cheapest.",
 )
 def ring_reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Round]:
-    """A ring reduce-scatter, then a binomial gather to the root."""
+    """Reduce-scatter around a ring, then gather to the root by a binomial tree."""
     yield from reduce_scatter.ring(rank, size)
     yield from gather.binomial(rank, size, root)
 
@@ -176,7 +180,10 @@ def ring_reduce_scatter_gather(rank: int, size: int, root: int) -> Iterator[Roun
     "fewer rounds for as many segments.",
 )
 def circulant(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Round]:
-    """Each piece has its own tree; the trees are interleaved so that no rounds are wasted."""
+    """Reduce each piece along its own tree.
+
+    The trees are interleaved so that no rounds are wasted.
+    """
     return dual(broadcast.circulant(rank, size, root, segments=segments), rank, combine=True)
 
 
@@ -187,5 +194,5 @@ def circulant(rank: int, size: int, root: int, segments: int = 1) -> Iterator[Ro
     "to another host.",
 )
 def hierarchical(rank: int, size: int, root: int, hosts: Topology) -> Iterator[Round]:
-    """A binomial tree to one rank of every host, then a binomial tree between hosts to the root."""
+    """Reduce to one rank of every host, then between hosts to the root, by binomial trees."""
     return dual(broadcast.hierarchical(rank, size, root, hosts), rank, combine=True)

@@ -35,7 +35,7 @@ from collectives.schedule import circulant as graph
     "fewer bytes, and every message goes to a neighbour.",
 )
 def ring(rank: int, size: int) -> Iterator[Round]:
-    """Every block is sent once around the ring, and each rank adds its contribution."""
+    """Send every block once around the ring; each rank adds its contribution."""
     right, left = (rank + 1) % size, (rank - 1) % size
     for k in range(1, size):
         yield Send(right, [(rank - k) % size]), RecvReduce(left, [(rank - k - 1) % size])
@@ -50,7 +50,7 @@ def ring(rank: int, size: int) -> Iterator[Round]:
     "contributions travel once, without being kept on the way.",
 )
 def pairwise(rank: int, size: int) -> Iterator[Round]:
-    """Every contribution is sent directly to its owner, one rank further in every round."""
+    """Send every contribution directly to its owner, one rank further in every round."""
     for distance in range(1, size):
         ahead, behind = (rank + distance) % size, (rank - distance) % size
         yield Send(ahead, [ahead]), RecvReduce(behind, [rank])
@@ -69,7 +69,7 @@ def pairwise(rank: int, size: int) -> Iterator[Round]:
     use="Use it on few ranks of one host, or for an operator that does not commute.",
 )
 def direct(rank: int, size: int) -> Iterator[Round]:
-    """Every contribution is sent directly to its owner, all at once."""
+    """Send every contribution directly to its owner, all at once."""
     below, above = range(rank - 1, -1, -1), range(rank + 1, size)
     if size > 1:
         yield (
@@ -97,9 +97,9 @@ _FOLDED_HALVING = {
     use="Use it for vectors of small to middle size, best on a power of two of ranks.",
 )
 def recursive_halving(rank: int, size: int) -> Iterator[Round]:
-    """Partners split their blocks: each sends the half that the other keeps.
+    """Split the blocks of partners: each sends the half that the other keeps.
 
-    Far partners first, so that what is sent lies together.  When p is not a power of two, some
+    Far partners come first, so that what is sent lies together.  When p is not a power of two, some
     pairs of ranks fold into one.
     """
     return _halving(rank, size, reversed(trees.powers(1 << trees.floor_log2(size))))
@@ -117,7 +117,7 @@ def recursive_halving(rank: int, size: int) -> Iterator[Round]:
     use="Use it where the operator does not commute.",
 )
 def butterfly(rank: int, size: int) -> Iterator[Round]:
-    """Recursive halving with near partners first, so that it combines in rank order.
+    """Halve recursively with near partners first, so that parts are combined in rank order.
 
     What is sent lies apart and is packed.
     """
@@ -131,7 +131,10 @@ def _halving(rank: int, size: int, distances: Iterable[int]) -> Iterator[Round]:
 
 
 def _halving_core(rank: int, size: int, distances: list[int]) -> Iterator[Round]:
-    """Each round settles one bit of the blocks that a rank keeps: they end with its own."""
+    """Yield a round for each bit of the blocks that a rank keeps.
+
+    The round settles the bit: in the end the blocks are the rank's own one.
+    """
     held = list(range(size))
     for distance in distances:
         partner = rank ^ distance
@@ -155,7 +158,7 @@ def _halving_core(rank: int, size: int, distances: list[int]) -> Iterator[Round]
     "and the fewest bytes.",
 )
 def circulant(rank: int, size: int) -> Iterator[Round]:
-    """Every round about halves the blocks of a rank: the ranks ahead get the others."""
+    """Halve, or almost halve, a rank's blocks in every round: the ranks ahead get the others."""
     distances = graph.skips(size)[::-1]
     for far, near in pairwise_of(distances):
         yield (
@@ -172,7 +175,7 @@ def circulant(rank: int, size: int) -> Iterator[Round]:
     use="Use it on a network that is a torus: partners are near each other.",
 )
 def swing(rank: int, size: int) -> Iterator[Round]:
-    """Partners are at distances 1, 1, 3, 5, 11, 21, ... on alternating sides: near on a torus.
+    """Exchange at distances 1, 1, 3, 5, 11, 21, ... on alternating sides: near on a torus.
 
     A block goes to the partner only if it cannot go there, or get nearer, in a later round.
     """
@@ -185,7 +188,7 @@ def swing(rank: int, size: int) -> Iterator[Round]:
 
 
 def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:
-    """The ranks that what `rank` holds can reach from this step on."""
+    """Return the ranks that what `rank` holds can reach from this step on."""
     reached = {rank}
     for later in range(step, num_rounds):
         reached |= {negabinary.partner(r, size, later) for r in reached}
@@ -208,7 +211,7 @@ def _swing_reach(rank: int, size: int, step: int, num_rounds: int) -> set[int]:
     "apart at most.",
 )
 def bine(rank: int, size: int) -> Iterator[Round]:
-    """Partners at distances ..., 11, 5, 3, 1, 1 keep the blocks of the ranks around them.
+    """Keep the blocks of the ranks around this one; partners are at distances ..., 11, 5, 3, 1, 1.
 
     Swing has the opposite order: fewer bytes go far, but the blocks that are sent lie apart.  When
     p is odd, two ranks fold into one.
@@ -241,7 +244,7 @@ def _bine_core(rank: int, size: int) -> Iterator[Round]:
     "down to q.",
 )
 def pat(rank: int, size: int, aggregation: int = 8) -> Iterator[Round]:
-    """Each block is reduced by a binomial tree; the trees advance in turn, some at a time.
+    """Reduce each block by a binomial tree; the trees advance in turn, some at a time.
 
     `aggregation` is the most blocks in a message.
     """
@@ -254,7 +257,7 @@ def pat(rank: int, size: int, aggregation: int = 8) -> Iterator[Round]:
 
 
 def _pat_plan(size: int, aggregation: int) -> Iterator[tuple[int, range]]:
-    """The distance of the messages in each round, and how far from their owners the blocks are.
+    """Yield the distance of each round's messages, and how far from their owners the blocks are.
 
     First partial results go to the next multiple of `spacing`, along one edge of their tree at a
     time: from w they go as far as the lowest binary digit of w.  A rank needs few of them at once,
@@ -319,5 +322,5 @@ EXCHANGED = {
     use="Use it where results must have the same bits on any number of ranks: pass `shards=`.",
 )
 def invariant(rank: int, size: int, shards: int = 0) -> Iterator[Round]:
-    """Every part is sent directly to its owner, which combines it along the fixed tree."""
+    """Send every part directly to its owner, which combines it along the fixed tree."""
     return along_fixed_tree(rank, size, shards, range(size), lambda owner: [owner])

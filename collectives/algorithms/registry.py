@@ -27,7 +27,7 @@ COSTS = (
 )
 
 
-# Those that depend on how the ranks of unequal hosts divide their work.
+# The costs that depend on how the ranks of unequal hosts divide their work.
 BY_HOST = ("startups", "messages", "max_bytes_per_rank", "critical_bytes", "reduction_bytes")
 
 
@@ -42,9 +42,9 @@ def algorithm(
 ) -> Callable[[Function], Function]:
     """Add a function to the registry, under the collective of its file and its own name.
 
-    Takes every formula as text, and the other promises of an `Algorithm`.  By default, a rank sends
-    and receives one message in each round, and the same rank is the busiest in all rounds.
-    `for_even_hosts`: the costs that are counted if hosts have different numbers of ranks.
+    Every formula is text; `more` has other costs and promises of an `Algorithm`.  By default, a
+    rank sends and receives one message in each round, and the same rank is the busiest in all
+    rounds.  `for_even_hosts`: the costs that are counted if hosts have different numbers of ranks.
     """
     options = more.get("options", {})
     costs = {"rounds": rounds, "startups": rounds, "reduction_bytes": reduction_bytes}
@@ -68,7 +68,7 @@ def algorithm(
 
 
 def _collective_of(function: Callable[..., Any]) -> str:
-    """The collective of a built-in algorithm, from the name of its file."""
+    """Return the collective of a built-in algorithm, from the name of its file."""
     return function.__module__.rpartition(".")[2]
 
 
@@ -93,7 +93,7 @@ def watch(cache: Cache) -> None:
 
 
 def generation() -> int:
-    """A number that grows with every registration.
+    """Return a number that grows with every registration.
 
     A name can be registered again, so the keys of a cache contain this number besides names.
     """
@@ -112,7 +112,7 @@ def add(entry: Algorithm) -> None:
 
 
 def costs_of(function: Callable[..., Iterator[Round]], **other: Any) -> dict[str, Any]:
-    """The formulas, the restriction and the options of an algorithm, with changes.
+    """Return the formulas, the restriction and the options of an algorithm, with changes.
 
     A dual has the same rounds, messages and bytes; its reduction bytes must be given.
     """

@@ -21,7 +21,7 @@ from collectives.schedule import RecvReduce, Round, Send, trees
     use="Use it for few ranks, or for large vectors: a rank sends its result once.",
 )
 def linear(rank: int, size: int) -> Iterator[Round]:
-    """Each rank adds its part to what the previous rank sends, and forwards the sum."""
+    """Add each rank's part to what the previous rank sends, and forward the sum."""
     for number in range(size - 1):
         receives = [RecvReduce(rank - 1, [0], side="left")] * (rank == number + 1)
         yield (*receives, *([Send(rank + 1, [0])] * (rank == number)))
@@ -39,7 +39,7 @@ def linear(rank: int, size: int) -> Iterator[Round]:
     use="Use it for short vectors on many ranks: no algorithm takes fewer rounds.",
 )
 def doubling(rank: int, size: int) -> Iterator[Round]:
-    """Every round doubles the number of ranks in the partial result."""
+    """Double the number of ranks in the partial result in every round."""
     for distance in trees.powers(size):
         receives = [RecvReduce(rank - distance, [0], side="left")] * (rank >= distance)
         yield (*receives, *([Send(rank + distance, [0])] * (rank + distance < size)))

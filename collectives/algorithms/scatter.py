@@ -21,7 +21,7 @@ from collectives.schedule import Round, negabinary, rooted, trees
     use="Use it for blocks of any size on few ranks; the root posts only a few sends at a time.",
 )
 def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Iterator[Round]:
-    """The root sends every other rank its block, a few at a time."""
+    """Send every other rank its block from the root, a few at a time."""
     for edges in trees.linear(rank, size, root, outstanding):
         yield tuple(trees.down(rank, edge, edge.subtree) for edge in edges)
 
@@ -37,7 +37,7 @@ def linear_bounded(rank: int, size: int, root: int, outstanding: int = 4) -> Ite
     use="Use it for large blocks: every block is sent once.",
 )
 def linear(rank: int, size: int, root: int) -> Iterator[Round]:
-    """The root sends every other rank its block, one after the other."""
+    """Send every other rank its block from the root, one after the other."""
     return linear_bounded(rank, size, root, outstanding=1)
 
 
@@ -54,7 +54,7 @@ def linear(rank: int, size: int, root: int) -> Iterator[Round]:
 )
 @rooted(blocks_are_ranks=True)
 def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
-    """Each rank cuts its blocks into `radix` parts, and forwards all parts but one."""
+    """Cut a rank's blocks into `radix` parts, and forward all parts but one."""
     for edges in trees.knomial(rank, size, radix):
         yield tuple(trees.down(rank, edge, edge.subtree) for edge in edges)
 
@@ -69,7 +69,7 @@ def knomial(rank: int, size: int, radix: int = 4) -> Iterator[Round]:
     use="Use it for small blocks on many ranks: no algorithm takes fewer rounds.",
 )
 def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
-    """Each rank sends the far half of its blocks to the rank in the middle."""
+    """Send the far half of a rank's blocks to the rank in the middle."""
     return knomial(rank, size, root, radix=2)
 
 
@@ -85,6 +85,6 @@ def binomial(rank: int, size: int, root: int) -> Iterator[Round]:
 )
 @rooted(blocks_are_ranks=True)
 def bine(rank: int, size: int) -> Iterator[Round]:
-    """Each rank sends the far half of its blocks to a rank inside that half: at p/3, p/6, ..."""
+    """Send the far half of a rank's blocks to a rank inside that half: at p/3, p/6, ..."""
     for edges in negabinary.tree(rank, size):
         yield tuple(trees.down(rank, edge, edge.subtree) for edge in edges)

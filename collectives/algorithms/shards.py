@@ -1,4 +1,4 @@
-"""Combines logical shards along the fixed tree: the common part of the invariant reductions."""
+"""Combine logical shards along the fixed tree: the common part of the invariant reductions."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ def along_fixed_tree(
     blocks: Sequence[Block],
     owned: Callable[[int], Sequence[Block]],
 ) -> Iterator[Round]:
-    """Every rank gets the blocks `owned(rank)`, combined along the fixed tree over all shards.
+    """Yield rounds after which every rank has the blocks `owned(rank)` of all shards, combined.
 
-    A rank first combines the subtrees that lie within its shards, and sends what remains to every
-    rank, which combines the subtrees of all ranks.  If `shards` is 0, each rank has one.
+    Blocks are combined along the fixed tree over all shards.  A rank first combines the subtrees
+    that lie within its shards, and sends what remains to every rank, which combines the subtrees of
+    all ranks.  If `shards` is 0, each rank has one.
     """
     tree, mine = fixed_tree.divided(shards or size, size), owned(rank)
 
@@ -36,12 +37,12 @@ def along_fixed_tree(
         yield tuple(combined([merge], blocks) for merge in tree.within[rank])
     exchange: list[Operation] = []
     for peer in (*range(rank + 1, size), *range(rank)):
-        theirs = [(shard, block) for shard in tree.subtrees[peer] for block in mine]
+        arrivals = [(shard, block) for shard in tree.subtrees[peer] for block in mine]
         exchange += [
             Send(
                 peer, [sent(shard, block) for shard in tree.subtrees[rank] for block in owned(peer)]
             ),
-            Recv(peer, [sent(*each) for each in theirs], into=theirs),
+            Recv(peer, [sent(shard, block) for shard, block in arrivals], into=arrivals),
         ]
     results = [held(0, block) for block in mine]
     names = [Copy(results, mine)] if results != mine else []

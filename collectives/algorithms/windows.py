@@ -13,9 +13,10 @@ SECOND: Block = ("second", 0)  # what arrived in the same round from another ran
 
 
 def windows(rank: int, size: int, plan: Sequence[Sequence[bool]], is_ring: bool) -> Iterator[Round]:
-    """Every rank gets the combination of a growing window of ranks.
+    """Yield rounds after which every rank has the combination of a window of ranks.
 
-    The plan has a list for each round, and in it an entry for each message that a rank sends:
+    The window grows in every round.  The plan has a list for each round, and in it an entry for
+    each message that a rank sends:
     whether the message includes the rank's own part, or only the others in its window.  On a ring
     (a census) the result is the window and the own part, on a line (an exscan) the window alone.
     """
@@ -43,7 +44,7 @@ def windows(rank: int, size: int, plan: Sequence[Sequence[bool]], is_ring: bool)
 
 
 def _hops(reach: int, messages: Sequence[bool], is_two_sided: bool) -> Iterator[tuple[int, Block]]:
-    """How far ahead each message of a round goes, and which value it contains.
+    """Yield how far ahead each message of a round goes, and which value it contains.
 
     Windows lie behind their ranks, and a rank receives those next to its own: the first message
     fetches the one behind it, the second the one behind that.  Once only whole windows are needed,
@@ -57,14 +58,17 @@ def _hops(reach: int, messages: Sequence[bool], is_two_sided: bool) -> Iterator[
 
 
 def _is_on_line(source: int, destination: int, sent: Block, size: int) -> bool:
-    """Whether a message exists on a line: rank 0 knows no others, and no rank follows the last."""
+    """Return whether a message exists on a line.
+
+    Rank 0 knows no others, and no rank follows the last.
+    """
     return source >= (1 if sent == OTHERS else 0) and destination < size
 
 
 def _combined(
     arrivals: Sequence[tuple[int, Block]], is_first: bool, needs_whole: bool, needs_others: bool
 ) -> list[Operation]:
-    """Receive windows, and combine them with the values that need them.
+    """Return the operations that receive windows and combine them with the values that need them.
 
     Where both values need them, windows that arrive together are first combined with each other.
     """

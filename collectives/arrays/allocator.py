@@ -27,7 +27,10 @@ _HUGE_PAGE = 2**21  # bytes
 class CachingAllocator:
     """Makes arrays, and keeps their memory when they are gone, for later arrays.
 
-    It keeps at most `max_bytes` that no array uses, those that were given back last.
+    Parameters
+    ----------
+    max_bytes : int
+        The most bytes that it keeps and that no array uses, those that were given back last.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -46,7 +49,7 @@ class CachingAllocator:
         return sum(len(idle) << bits for bits, idle in enumerate(self._idle))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
-        """A new array, C-ordered, with arbitrary contents."""
+        """Return a new array, C-ordered, with arbitrary contents."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < LARGE or dtype.hasobject or min(shape) < 0:
             return np.empty(shape, dtype)
@@ -54,7 +57,10 @@ class CachingAllocator:
         return memory.view(dtype).reshape(shape)
 
     def _take(self, num_bytes: int) -> Bytes:
-        """Memory for `num_bytes` bytes: rounded up to a power of two, so that others fit too."""
+        """Return memory for `num_bytes` bytes.
+
+        Its size is rounded up to a power of two, so that others fit too.
+        """
         bits = (num_bytes - 1).bit_length()
         try:
             return self._idle[bits].pop()[1]
@@ -89,7 +95,7 @@ class _Loan:
 
 
 def _new_memory(size: int) -> Bytes:
-    """Memory of the system, in huge pages if it has them, which are faster to find."""
+    """Return memory of the system, in huge pages if it has them, which are faster to find."""
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
@@ -103,15 +109,24 @@ _allocator = CachingAllocator(max_bytes=2**28)
 def empty(shape: int | Sequence[int], dtype: DTypeLike = np.float64) -> NDArray[Any]:
     """Return a new array in host memory, C-ordered, with arbitrary contents, as `numpy.empty` does.
 
-        rows = collectives.empty((4096, 1024), np.float32)
-
-    - `shape`: an integer or several.
-    - `dtype`: the dtype of its elements.
-
     The memory of an array of 256 KiB or more is kept when the array and all its views are gone, for
     later arrays of about that size.  New memory would be cleared by the system, page by page, which
     takes about as long as sending it.  At most 256 MiB are kept that no array uses.  Results of
     collectives on NumPy arrays are made by this function.
+
+    Parameters
+    ----------
+    shape : int or sequence of int
+    dtype : dtype
+        The dtype of the elements.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> import numpy as np
+    >>> rows = collectives.empty((4096, 1024), np.float32)
+    >>> rows.shape, rows.dtype
+    ((4096, 1024), dtype('float32'))
     """
     sizes = shape if isinstance(shape, Sequence) else (shape,)
     return _allocator.empty(tuple(map(operator.index, sizes)), np.dtype(dtype))

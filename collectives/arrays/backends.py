@@ -27,7 +27,10 @@ class Event(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether the device has come so far.  Raises RuntimeError if the device has failed."""
+        """Whether the device has come so far.
+
+        Raises RuntimeError if the device has failed.
+        """
 
     def join(self) -> None:
         """Let the current stream go on only when the device has come so far."""
@@ -49,8 +52,15 @@ class BinaryFunction(Protocol):
 class Backend(Protocol):
     """The operations on one kind of array.  "Flat" arrays are one-dimensional and contiguous.
 
-    `name`: the memory, such as "cupy:3".  `kind`: the kind, such as "cupy".  A header contains the
-    kind, and the receiving rank uses its own GPU.
+    Attributes
+    ----------
+    name : str
+        The memory, such as "cupy:3".
+    kind : str
+        The kind, such as "cupy".  A header contains the kind, and the receiving rank uses its own
+        GPU.
+    is_host : bool
+        Whether the memory is the host's.
     """
 
     name: str
@@ -58,38 +68,38 @@ class Backend(Protocol):
     is_host: bool
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """A new array, C-ordered, with arbitrary contents."""
+        """Return a new array, C-ordered, with arbitrary contents."""
 
     def contiguous(self, x: Array) -> Array:
-        """`x` itself if it is C-contiguous, else a C-ordered copy."""
+        """Return `x` itself if it is C-contiguous, else a C-ordered copy."""
 
     def extent(self, x: Array) -> tuple[int, int]:
-        """The addresses of the first byte of a contiguous array and of the byte after the last."""
+        """Return the addresses of a contiguous array's first byte and of the byte behind it."""
 
     def is_writable(self, x: Array) -> bool:
-        """Whether the array may be written to."""
+        """Return whether the array may be written to."""
 
     def copy(self, src: Array, dst: Array) -> None:
         """Copy one flat array to another of the same length."""
 
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
-        """A function that combines flat arrays of this dtype.
+        """Return a function that combines flat arrays of this dtype.
 
         `function`: a function, or the name of one of NumPy's.  Each result is rounded to the dtype.
         A function gets `protected` operands, because they may be the caller's own arrays.
         """
 
     def protected(self, x: Array) -> Array:
-        """A read-only view of a flat array; a copy where arrays cannot be read-only."""
+        """Return a read-only view of a flat array; a copy where arrays cannot be read-only."""
 
     def divide(self, x: Array, divisor: int) -> None:
         """Divide a flat array by an integer, in place."""
 
     def first_not_finite(self, x: Array) -> tuple[int, str] | None:
-        """The index and text of a flat array's first NaN or infinity; None if there is none."""
+        """Return the index and text of a flat array's first NaN or infinity; None without one."""
 
     def host_buffer(self, x: Array) -> Bytes:
-        """Host memory for the bytes of a flat array: its own memory if it is on the host."""
+        """Return host memory for the bytes of a flat array: its own memory if it is on the host."""
 
     def to_host(self, pairs: Sequence[tuple[Array, Bytes]]) -> None:
         """Let the current stream copy flat arrays to page-locked host buffers.
@@ -111,16 +121,22 @@ class Backend(Protocol):
         """Whether the device of the arrays is the current one of this thread."""
 
     def current_stream(self) -> Stream:
-        """The current stream of this thread.  All operations are in order with it."""
+        """Return the current stream of this thread.
+
+        All operations are in order with it.
+        """
 
     def new_stream(self) -> Stream:
-        """A new stream, which waits for no other one by itself."""
+        """Return a new stream, which waits for no other one by itself."""
 
     def on_stream(self, stream: Stream) -> AbstractContextManager[object]:
-        """A context in which a stream, of this thread or of another, is the current one."""
+        """Return a context in which a stream, of this thread or of another, is the current one."""
 
     def record(self) -> Event:
-        """The end of what is on the current stream.  Raises RuntimeError if it is captured."""
+        """Return the end of what is on the current stream.
+
+        Raises RuntimeError if the stream is captured.
+        """
 
 
 class NumpyBackend:
@@ -338,7 +354,7 @@ class _CupyEvent:
 
 
 def _protecting(backend: Backend, function: BinaryFunction) -> BinaryFunction:
-    """A function of a caller, which cannot change its operands."""
+    """Return a function of a caller, which cannot change its operands."""
 
     def combine(left: Array, right: Array, out: Array, /) -> None:
         function(backend.protected(left), backend.protected(right), out)
@@ -376,7 +392,7 @@ register_backend(np.memmap, HOST)
 
 
 def backend_of_kind(kind: str) -> Backend:
-    """The backend for new arrays of this kind; for a GPU, that of the current device."""
+    """Return the backend for new arrays of this kind; for a GPU, that of the current device."""
     if kind == CupyBackend.kind:
         import cupy  # noqa: PLC0415 - only when a rank has sent a CuPy array
 
@@ -394,7 +410,10 @@ def _on_gpu(device: int) -> Backend:
 
 
 def backend_of(x: object, what: str = "x") -> Backend:
-    """The backend that serves `x`.  Raises TypeError if `x` is not an array that can be sent."""
+    """Return the backend that serves `x`.
+
+    Raises TypeError if `x` is not an array that can be sent.
+    """
     if type(x) is np.ndarray:  # a shortcut for most calls
         return HOST
     if type(x) in _kinds:
@@ -412,7 +431,7 @@ def backend_of(x: object, what: str = "x") -> Backend:
 
 
 def is_device_array(x: object) -> bool:
-    """Whether `x` is an array in the memory of a device."""
+    """Return whether `x` is an array in the memory of a device."""
     if type(x) in _kinds:
         return not _backends[_kinds[type(x)]].is_host
     return "cupy" in sys.modules and bool(array_api_compat.is_cupy_array(x))
@@ -427,5 +446,5 @@ def check_dtype(dtype: np.dtype[Any], what: str = "x") -> None:
 
 
 def num_elements(shape: Sequence[int]) -> int:
-    """The product of the dimensions; 1 for a 0-d array."""
+    """Return the product of the dimensions; 1 for a 0-d array."""
     return math.prod(shape)

@@ -9,7 +9,7 @@ _log = logging.getLogger(__name__)
 
 
 def num_gpus() -> tuple[int, str]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves this process; if there are none, the reason."""
+    """Return how many GPUs CUDA_VISIBLE_DEVICES leaves this process; if none, also the reason."""
     try:
         import cupy  # noqa: PLC0415 - it is optional
 

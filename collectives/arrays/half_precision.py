@@ -1,4 +1,4 @@
-"""Combines and divides float16 and bfloat16 in host memory, for callers in Python.
+"""Combine and divide float16 and bfloat16 in host memory, for callers in Python.
 
 It uses compiled kernels if there are any, else NumPy, which takes at least 10 times as long.  Both
 compute in float32 and round once to two bytes; only a NaN may have another sign or payload.  Both
@@ -32,7 +32,7 @@ _RAISES = np.array([0x7F7FFFFF, 0x7F800001], np.uint32).view(np.float32)
 
 @cache
 def binary(function: str, dtype: np.dtype[Any]) -> Callable[..., object]:
-    """The fastest function that computes what the NumPy function of this name does."""
+    """Return the fastest function that computes what the NumPy function of this name does."""
     plain = kernels.numpys(function)
     if dtype.itemsize != 2 or kernels.kind(dtype) != "f" or not dtype.isnative:
         return plain

@@ -1,4 +1,4 @@
-"""Compiles Python functions with numba, if it is installed, once per machine.
+"""Compile Python functions with numba, if it is installed, once per machine.
 
 The first call of a function here imports numba; importing this module does not.
 
@@ -33,7 +33,7 @@ _warned: set[str] = set()  # messages that were logged as warnings
 
 
 def is_at_exit() -> bool:
-    """Whether the main thread of the program has ended.
+    """Return whether the main thread of the program has ended.
 
     What `atexit` has registered runs then, and perhaps other threads of the program.  It is too
     late to register more functions, and from Python 3.12 on no thread can be started.
@@ -42,7 +42,7 @@ def is_at_exit() -> bool:
 
 
 def why_unavailable() -> str | None:
-    """Why numba cannot compile here, as text; None if it can."""
+    """Return why numba cannot compile here, as text; None if it can."""
     with _one_thread:
         return _why_unavailable()
 
@@ -64,15 +64,29 @@ def _why_unavailable() -> str | None:
 def compiled(py_function: Callable[..., Any], signature: str) -> Callable[..., Any] | None:
     """Compile a function of numbers and NumPy arrays with numba, once per machine.
 
-        add = collectives.compiled(add, "void(float32[::1], float32[::1])")
+    Compiled code is kept on disk, safely for ranks that compile at the same time.
 
-    - `py_function`: a function that numba can compile.  Its closure may contain only numbers and
-      strings.
-    - `signature`: numba's types of its arguments.  They are not checked when it is called.
+    Parameters
+    ----------
+    py_function : function
+        A function that numba can compile.  Its closure may contain only numbers and strings.
+    signature : str
+        numba's types of its arguments.  They are not checked when the function is called.
 
-    Returns a function that takes arguments of these types and releases the interpreter lock; None
-    where numba is missing or disabled, so that the caller uses NumPy.  Compiled code is kept on
-    disk, safely for ranks that compile at the same time.
+    Returns
+    -------
+    function or None
+        The compiled function, which takes arguments of these types and releases the interpreter
+        lock.  None where numba is missing or disabled, so that the caller uses NumPy.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> import numpy as np
+    >>> def add_to(x, y):
+    ...     for i in range(x.size):
+    ...         x[i] += y[i]
+    >>> add = collectives.compiled(add_to, "void(float32[::1], float32[::1])") or np.add
     """
     return None if why_unavailable() is not None else function(py_function, signature)
 
@@ -88,7 +102,7 @@ def helper(py_function: Function) -> Function:
 
 
 def function(py_function: Callable[..., Any], signature: object) -> Callable[..., Any]:
-    """The compiled function.  It takes arguments of this signature and releases the GIL.
+    """Return the compiled function, which takes arguments of this signature and releases the GIL.
 
     Its closure may contain only numbers and strings.  It is compiled again when its own file or
     numba changes, but not when another file changes whose compiled functions it calls.  Raises
@@ -109,9 +123,9 @@ def function(py_function: Callable[..., Any], signature: object) -> Callable[...
 
 
 def pointer(py_function: Callable[..., Any], signature: str) -> int:
-    """The address of the compiled function as a C function, valid as long as the process lives.
+    """Return the address of the compiled function as a C function.
 
-    The conditions are those of `function`.
+    The address is valid as long as the process lives.  The conditions are those of `function`.
     """
 
     def make() -> Any:
@@ -127,7 +141,7 @@ def pointer(py_function: Callable[..., Any], signature: str) -> int:
 
 
 def _once(kind: str, py_function: Any, signature: object, make: Callable[[], Any]) -> Any:
-    """The result of `make`, which is called once for equal functions."""
+    """Return the result of `make`, which is called once for equal functions."""
     name, closure = _name(py_function), _closure(py_function)
     for value in closure:
         if not isinstance(value, (str, int, float)):
@@ -147,7 +161,10 @@ def _closure(py_function: Any) -> tuple[object, ...]:
 
 
 def _name(py_function: Any) -> str:
-    """The name of a function; with the arguments of the function that made it, if there is one."""
+    """Return the name of a function.
+
+    If another function made it, the name has that function's arguments.
+    """
     outer, is_inner, _ = py_function.__qualname__.partition(".<locals>")
     given = ", ".join(str(value) for value in _closure(py_function))
     return f"{py_function.__module__}.{outer}" + (f"({given})" if is_inner else "")
@@ -192,13 +209,13 @@ class _LockedCache:
 
     def load_overload(self, signature: object, context: object) -> Any:
         with _locked(self._lock_file, fcntl.LOCK_SH):
-            found = self._load(signature, context)
-        if found is None:
+            overload = self._load(signature, context)
+        if overload is None:
             self._held.enter_context(_locked(self._lock_file, fcntl.LOCK_EX))
-            found = self._load(signature, context)  # another process may have compiled it
-            if found is None:
+            overload = self._load(signature, context)  # another process may have compiled it
+            if overload is None:
                 _log_once("compiling %s, once for this machine", self._name)
-        return found
+        return overload
 
     def _load(self, signature: object, context: object) -> Any:
         try:

@@ -28,7 +28,7 @@ _KINDS = {
 
 @cache
 def combine(function: str, dtype: np.dtype[Any]) -> int | None:
-    """The address of the kernel for the NumPy function of this name, or None.
+    """Return the address of the kernel for the NumPy function of this name, or None.
 
     It is `void(int64 dst, int64 left, int64 right, int64 n)`: three addresses and the number of
     elements.  `dst` is `left`, `right` or both, or it overlaps neither.
@@ -45,7 +45,7 @@ def combine(function: str, dtype: np.dtype[Any]) -> int | None:
 
 @cache
 def divide(dtype: np.dtype[Any]) -> int | None:
-    """The address of the kernel that divides floating-point or complex numbers, or None.
+    """Return the address of the kernel that divides floating-point or complex numbers, or None.
 
     It is `void(int64 address, int64 n, int64 divisor)`, and works in place.
     """
@@ -57,7 +57,7 @@ def divide(dtype: np.dtype[Any]) -> int | None:
 
 
 def common() -> Iterator[tuple[str, np.dtype[Any]]]:
-    """The kernels that are worth compiling before they are needed."""
+    """Yield the kernels that are worth compiling before they are needed."""
     for name in ("float32", "float64", "int32", "int64"):
         for function in ("add", "multiply", "minimum", "maximum"):
             yield function, np.dtype(name)
@@ -70,20 +70,23 @@ def common() -> Iterator[tuple[str, np.dtype[Any]]]:
 
 
 def kind(dtype: np.dtype[Any]) -> str:
-    """NumPy's kind letter; "f" for bfloat16, and "?" for other dtypes that are not NumPy's."""
+    """Return NumPy's kind letter.
+
+    It is "f" for bfloat16, and "?" for other dtypes that are not NumPy's.
+    """
     is_native = dtype.type.__module__ == "numpy"
     return "f" if is_bfloat16(dtype) else dtype.kind if is_native else "?"
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
-    """Whether this is the bfloat16 of ml_dtypes, which is not imported for it."""
+    """Return whether this is the bfloat16 of ml_dtypes, which is not imported for it."""
     is_foreign = dtype.itemsize == 2 and dtype.type.__module__.startswith("ml_dtypes")
     return is_foreign and dtype.name == "bfloat16"
 
 
 @cache
 def numpys(name: str) -> Callable[..., object]:
-    """NumPy's own function of this name, for `out` as the third argument."""
+    """Return NumPy's own function of this name, for `out` as the third argument."""
     function: np.ufunc = getattr(np, name)
     if function not in (np.maximum, np.minimum):
         return function  # a third positional argument is faster than `out=`
@@ -91,7 +94,7 @@ def numpys(name: str) -> Callable[..., object]:
 
 
 def _is_served(dtype: np.dtype[Any]) -> bool:
-    """Whether kernels can load elements of this dtype; not of `long double`, for example."""
+    """Return whether kernels can load elements of this dtype; not of `long double`, for example."""
     if jit.why_unavailable() is not None or not dtype.isnative:
         return False
     from collectives.arrays import loops  # noqa: PLC0415 - imports numba
@@ -100,7 +103,7 @@ def _is_served(dtype: np.dtype[Any]) -> bool:
 
 
 def _operation(function: str, dtype: np.dtype[Any]) -> str | None:
-    """The operation of `loops` that gives NumPy's result on this processor, or None."""
+    """Return the operation of `loops` that gives NumPy's result on this processor, or None."""
     if function in ("minimum", "maximum"):
         return _comparison(function, dtype)
     if function == "multiply" and dtype.kind == "c":
@@ -109,7 +112,7 @@ def _operation(function: str, dtype: np.dtype[Any]) -> str | None:
 
 
 def _comparison(function: str, dtype: np.dtype[Any]) -> str | None:
-    """The comparison for which NumPy takes the left element; it matters for 0.0 and -0.0."""
+    """Return the comparison for which NumPy takes the left element; it matters for 0.0 and -0.0."""
     strict, or_equal = ("<", "<=") if function == "minimum" else (">", ">=")
     if kind(dtype) != "f":
         return strict
@@ -118,10 +121,10 @@ def _comparison(function: str, dtype: np.dtype[Any]) -> str | None:
 
 
 def _complex_multiply(dtype: np.dtype[Any]) -> str | None:
-    """Whether NumPy rounds each product, or uses fused multiply-add for the second ones.
+    """Return "multiply" if NumPy rounds each product, "fused multiply" if not the first; else None.
 
     Each part of a complex product is the sum of two products, here of -+1 and +-(1 - e * e), in
-    either order.  If both are rounded, the sum is 0.
+    either order.  If both are rounded, the sum is 0; by fused multiply-add one is not rounded.
     """
     e = 2.0 ** (-14 if dtype == np.complex64 else -30)  # 1 - e * e is rounded to 1
     left = [1 + e + 1j, 1 + e - 1j, 1 + (1 + e) * 1j, 1 + (1 + e) * 1j]
@@ -132,7 +135,7 @@ def _complex_multiply(dtype: np.dtype[Any]) -> str | None:
 
 
 def _numpys(function: str, left: object, right: object, dtype: np.dtype[Any]) -> Any:
-    """NumPy's result on this processor."""
+    """Return NumPy's result on this processor."""
     out = np.empty_like(left, dtype)
     numpys(function)(np.array(left, dtype), np.array(right, dtype), out)
     return out

@@ -39,13 +39,16 @@ DTYPES = frozenset(_IN_MEMORY)
 
 
 def has_float16() -> bool:
-    """Whether the processor converts float16; otherwise LLVM calls functions that are missing."""
+    """Return whether the processor converts float16.
+
+    If it does not, LLVM calls functions that are missing.
+    """
     triple, _, features = cpu_target.target_context.codegen().magic_tuple()
     return triple.startswith(("aarch64", "arm64")) or "+f16c" in features.split(",")
 
 
 def combining(operation: str, dtype: str) -> Callable[..., None]:
-    """The loop that combines n elements.
+    """Return the loop that combines n elements.
 
     `operation` is a key of `_OPERATIONS`, a comparison (see `_left_where`), or "fused multiply".
     """
@@ -68,13 +71,16 @@ def combining(operation: str, dtype: str) -> Callable[..., None]:
 
 
 def _as_parts(operation: str, dtype: str) -> tuple[str, int]:
-    """The dtype and number of parts: complex numbers are added part by part, as plain floats."""
+    """Return the dtype of an element's parts and their number.
+
+    Complex numbers are added part by part, as plain floats.
+    """
     parts = {"complex64": "float32", "complex128": "float64"}
     return (parts[dtype], 2) if operation == "add" and dtype in parts else (dtype, 1)
 
 
 def dividing(dtype: str) -> Callable[..., None]:
-    """The loop that divides n floating-point or complex numbers in place."""
+    """Return the loop that divides n floating-point or complex numbers in place."""
 
     def divide(address: int, n: int, divisor: int) -> None:
         for i in range(n):
@@ -114,7 +120,7 @@ _divide: Any = intrinsic(prefer_literal=True)(_type_divide)
 
 
 def _load(b: Builder, dtype: str, address: Value, i: Value) -> list[Value]:
-    """The one or two values of an element."""
+    """Return the one or two values of an element."""
     values = [b.load(place, align=1) for place in _places(b, dtype, address, i)]
     if dtype == "float16":
         return [b.fpext(bits, _FLOAT) for bits in values]
@@ -145,7 +151,7 @@ def _places(b: Builder, dtype: str, address: Value, i: Value) -> list[Value]:
 
 
 def _to_bfloat16(b: Builder, x: Value) -> Value:
-    """The upper half of a float32, rounded to the nearest, ties to even.
+    """Return the upper half of a float32, rounded to the nearest, ties to even.
 
     The lower half of a NaN that comes from bfloat16 is zero, so no NaN is rounded to infinity.
     """
@@ -192,7 +198,7 @@ _OPERATIONS: dict[str, Callable[[Builder, Value, Value], Value]] = {
 
 
 def _left_where(b: Builder, comparison: str, dtype: str, x: Value, y: Value) -> Value:
-    """`x` if the comparison holds or `x` is a NaN, else `y`."""
+    """Return `x` if the comparison holds or `x` is a NaN, else `y`."""
     if _is_float(x):
         is_left = b.or_(b.fcmp_ordered(comparison, x, y), _is_nan(b, x))
     elif dtype.startswith("int"):
@@ -203,7 +209,10 @@ def _left_where(b: Builder, comparison: str, dtype: str, x: Value, y: Value) -> 
 
 
 def _complex_product(b: Builder, x: list[Value], y: list[Value], *, fused: bool) -> list[Value]:
-    """A product, whose parts are sums of two products; with `fused`, the first is not rounded."""
+    """Return a product, whose parts are sums of two products.
+
+    With `fused`, the first of the two is not rounded.
+    """
     (x_real, x_imaginary), (y_real, y_imaginary) = x, y
     real = x_real, y_real, b.fneg(b.fmul(x_imaginary, y_imaginary))
     imaginary = x_real, y_imaginary, b.fmul(x_imaginary, y_real)
@@ -213,7 +222,7 @@ def _complex_product(b: Builder, x: list[Value], y: list[Value], *, fused: bool)
 
 
 def _quotient(b: Builder, x: list[Value], divisor: Value) -> list[Value]:
-    """The quotient; a complex number is divided, as in NumPy, by a complex divisor."""
+    """Return the quotient; a complex number is divided, as in NumPy, by a complex divisor."""
     if len(x) == 1:
         return [b.fdiv(x[0], divisor)]
     (real, imaginary), zero = x, divisor.type(0.0)

@@ -20,17 +20,24 @@ _INTEGERS, _FLOATS, _COMPLEX, _BOOL = "iu", "f", "c", "b"
 class Operator:
     """What combines two arrays in a reduction.  `from_function` makes one of your own.
 
-    - `name`: what errors call it.
-    - `function`: the name of a NumPy function, or a function that is called in the same way.
-    - `kinds`: the kinds of dtypes that it serves; None: all.
-    - `is_average`: whether the result is divided by the number of ranks.
-    - `is_commutative`: whether arrays may be combined in another order than that of the ranks.
-
     An operator must be associative.  Every combination of two arrays is rounded to their dtype.
     Floats of two bytes are combined, and an average of them is divided, in float32; what is sent
     and kept has two bytes.  An average is a sum that is divided at the end, so that averages of
     whole numbers are exact where they can be; one of float16 is infinite if a partial sum exceeds
     65,504.  Then divide the input by the number of ranks, and sum: small values lose bits that way.
+
+    Attributes
+    ----------
+    name : str
+        What errors call it.
+    function : str or function
+        The name of a NumPy function, or a function that is called in the same way.
+    kinds : str, optional
+        The kinds of dtypes that it serves; None: all.
+    is_average : bool
+        Whether the result is divided by the number of ranks.
+    is_commutative : bool
+        Whether arrays may be combined in another order than that of the ranks.
     """
 
     name: str
@@ -49,18 +56,36 @@ class Operator:
     ) -> Operator:
         """Make an operator of a function that combines two arrays element by element.
 
-            largest = Operator.from_function(lambda a, b: np.where(abs(a) < abs(b), b, a))
+        Parameters
+        ----------
+        function : function
+            Called as ``function(left, right)`` with two 1-d arrays of the input's kind (NumPy or
+            CuPy) and dtype; `left` comes from lower ranks than `right`.  It returns an array of the
+            same shape and dtype.  The two are read-only (CuPy has no such arrays; there they are
+            copies), and may be any part of the input.  The function must be associative.  Every
+            call tries it on the first element before anything is sent.
+        commutative : bool
+            Whether the order does not matter.  If False, only algorithms that keep the order of the
+            ranks are used.
+        name : str, optional
+            What errors call it; by default, the function's name.
 
-        - `function`: called as `function(left, right)` with two 1-d arrays of the input's kind
-          (NumPy or CuPy) and dtype; `left` comes from lower ranks than `right`.  It returns an
-          array of the same shape and dtype.  The two are read-only (CuPy has no such arrays; there
-          they are copies), and may be any part of the input.  The function must be associative.
-          Every call tries it on the first element before anything is sent.
-        - `commutative`: whether the order does not matter.  If False, only algorithms that keep the
-          order of the ranks are used.
-        - `name`: what errors call it; None: the function's name.
+        Raises
+        ------
+        TypeError
+            If `function` cannot be called.
 
-        Returns the operator.  Raises TypeError if `function` cannot be called.
+        Examples
+        --------
+        >>> import collectives
+        >>> import numpy as np
+        >>> def larger(a, b):
+        ...     return np.where(abs(a) < abs(b), b, a)
+        >>> largest = collectives.Operator.from_function(larger)
+        >>> def reduced(comm):
+        ...     return comm.all_reduce(np.array([-comm.rank]), op=largest)
+        >>> collectives.run(reduced, size=3)[0]
+        array([-2])
         """
         if not callable(function):
             raise TypeError(f"an operator needs a function of two arrays, not {function!r}")
@@ -90,7 +115,7 @@ class Operator:
 
 
 def _into_out(function: Callable[[Array, Array], Array], name: str) -> BinaryFunction:
-    """A caller's function, whose result is looked at and then copied to where it shall stand."""
+    """Return a function that checks the result of a caller's function and copies it to `out`."""
 
     def combine(left: Array, right: Array, out: Array, /) -> None:
         try:
@@ -99,22 +124,25 @@ def _into_out(function: Callable[[Array, Array], Array], name: str) -> BinaryFun
             if "read-only" in str(error):  # NumPy has no exception of its own for it
                 raise ValueError(f"op {name!r} must not change its operands: {error}") from error
             raise
-        found, wanted = (_kind_dtype_shape(x, f"what op {name!r} returns") for x in (result, left))
-        if found != wanted:
+        given, wanted = (_kind_dtype_shape(x, f"what op {name!r} returns") for x in (result, left))
+        if given != wanted:
             form = "{} {} of shape {}".format
-            raise TypeError(f"op {name!r} returns {form(*found)} for two {form(*wanted)}")
+            raise TypeError(f"op {name!r} returns {form(*given)} for two {form(*wanted)}")
         out[...] = result
 
     return combine
 
 
 def _kind_dtype_shape(x: Array, what: str) -> tuple[str, np.dtype[Any], tuple[int, ...]]:
-    """Kind, dtype and shape of an array.  Raises TypeError for what is none."""
+    """Return the kind, dtype and shape of an array.
+
+    Raises TypeError for what is none.
+    """
     return backend_of(x, what).name, x.dtype, tuple(x.shape)
 
 
 def has_infinities(dtype: np.dtype[Any]) -> bool:
-    """Whether the dtype has values that are not finite."""
+    """Return whether the dtype has values that are not finite."""
     return kind(dtype) in _FLOATS + _COMPLEX
 
 
@@ -137,13 +165,19 @@ OPERATORS = {
 
 @cache
 def operators(collective: str) -> tuple[str, ...]:
-    """The named operators that a collective takes; for prefixes an average has no meaning."""
+    """Return the named operators that a collective takes.
+
+    For prefixes an average has no meaning.
+    """
     is_prefix = SPECS[collective].takes is not None
     return tuple(name for name, op in OPERATORS.items() if not (is_prefix and op.is_average))
 
 
 def operator(op: object, collective: str) -> Operator:
-    """The operator of this name, or the caller's own.  Raises ValueError for anything else."""
+    """Return the operator of this name, or the caller's own.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(op, Operator):
         return op
     known = operators(collective)

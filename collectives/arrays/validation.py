@@ -1,4 +1,4 @@
-"""Checks of arguments; each raises an error with one sentence, before any message is sent."""
+"""Check arguments: each function raises an error with one sentence, before any message is sent."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST = 1e9  # seconds, about 30 years; locks of Python do not accept infinit
 
 
 def integer(value: object, what: str) -> int:
-    """An argument of any integer type as an int; bool and float are refused."""
+    """Return an argument of any integer type as an int; bool and float are refused."""
     if isinstance(value, (bool, np.bool_)):
         raise TypeError(f"{what} must be an integer, not {value!r}")
     try:
@@ -24,7 +24,7 @@ def integer(value: object, what: str) -> int:
 
 
 def rank(value: object, size: int, what: str) -> int:
-    """A rank of a communicator of `size` ranks."""
+    """Return a rank of a communicator of `size` ranks."""
     number = integer(value, what)
     if not 0 <= number < size:
         raise ValueError(f"{what} must be a rank from 0 to {size - 1}, got {number}")
@@ -32,14 +32,14 @@ def rank(value: object, size: int, what: str) -> int:
 
 
 def readable(x: object, what: str = "x") -> tuple[Backend, Array]:
-    """The backend of an array to read from, and the array itself or a C-contiguous copy."""
+    """Return the backend of an array to read from, and the array itself or a C-contiguous copy."""
     backend = backend_of(x, what)
     check_dtype(x.dtype, what)  # type: ignore[attr-defined]
     return backend, backend.contiguous(x)
 
 
 def writable(x: object, what: str) -> tuple[Backend, Array]:
-    """The backend of an array to write into, which must be C-contiguous."""
+    """Return the backend of an array to write into, which must be C-contiguous."""
     backend = backend_of(x, what)
     check_dtype(x.dtype, what)  # type: ignore[attr-defined]
     if backend.contiguous(x) is not x:
@@ -50,7 +50,7 @@ def writable(x: object, what: str) -> tuple[Backend, Array]:
 
 
 def result(out: object, backend: Backend, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """`out` if it fits exactly, or a new array if it is None."""
+    """Return `out` if it fits exactly, or a new array if it is None."""
     if out is None:
         return backend.empty(shape, dtype)
     out_backend, array = writable(out, "out")
@@ -64,14 +64,14 @@ def result(out: object, backend: Backend, shape: tuple[int, ...], dtype: np.dtyp
 
 
 def rows(x: Array, collective: str) -> int:
-    """The length of axis 0 of an array that a collective divides or joins."""
+    """Return the length of axis 0 of an array that a collective divides or joins."""
     if x.ndim == 0:
         raise ValueError(f"{collective} splits along axis 0, and a 0-d array has none")
     return int(x.shape[0])
 
 
 def row_counts(counts: object, size: int, what: str = "counts") -> tuple[int, ...]:
-    """One non-negative number of rows per rank."""
+    """Return one non-negative number of rows per rank."""
     if isinstance(counts, (str, bytes)) or not isinstance(counts, (Sequence, np.ndarray)):
         raise TypeError(f"{what} must be a sequence of {size} integers, got {counts!r}")
     numbers = tuple(integer(count, f"an entry of {what}") for count in counts)
@@ -83,7 +83,7 @@ def row_counts(counts: object, size: int, what: str = "counts") -> tuple[int, ..
 
 
 def total_counts(counts: object, size: int, num_rows: int, what: str = "counts") -> tuple[int, ...]:
-    """Row counts that must add up to `num_rows`."""
+    """Return row counts, which must add up to `num_rows`."""
     numbers = row_counts(counts, size, what)
     if sum(numbers) != num_rows:
         raise ValueError(f"{what} add up to {sum(numbers)} rows, the array has {num_rows}")
@@ -91,7 +91,7 @@ def total_counts(counts: object, size: int, num_rows: int, what: str = "counts")
 
 
 def count_table(counts: object, size: int) -> tuple[tuple[int, ...], ...]:
-    """The p x p table of an all-to-all: row s holds the rows from rank s to each rank."""
+    """Return the p x p table of an all-to-all: row s holds the rows from rank s to each rank."""
     table = list(counts)  # type: ignore[call-overload]
     if len(table) != size:
         raise ValueError(f"counts has {len(table)} rows; a table for {size} ranks is square")
@@ -99,13 +99,13 @@ def count_table(counts: object, size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def is_table(counts: object) -> bool:
-    """Whether counts are given for all pairs of ranks, instead of for this rank only."""
+    """Return whether counts are given for all pairs of ranks, instead of for this rank only."""
     entries = counts if isinstance(counts, (Sequence, np.ndarray)) else ()
     return any(isinstance(entry, (Sequence, np.ndarray)) for entry in entries)
 
 
 def seconds(timeout: object) -> float | None:
-    """A time limit: None, or a number of seconds that is not negative."""
+    """Return a time limit: None, or a number of seconds that is not negative."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -116,7 +116,7 @@ def seconds(timeout: object) -> float | None:
 
 
 def small_integer(value: object, what: str) -> int:
-    """An integer that fits in 64 bits."""
+    """Return an integer that fits in 64 bits."""
     number = integer(value, what)
     if not -(2**63) <= number < 2**63:
         raise ValueError(f"{what} must fit in 64 bits, got {number}")
@@ -126,7 +126,7 @@ def small_integer(value: object, what: str) -> int:
 def aliasing(
     backend: Backend, source: Array | None, result: Array | None
 ) -> int | Literal["none", "odd"]:
-    """The offset of the output from the input in memory; see `compile_lane`."""
+    """Return the offset of the output from the input in memory; see `compile_lane`."""
     if source is None or result is None:
         return "none"
     if source is result:

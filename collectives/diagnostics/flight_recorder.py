@@ -17,7 +17,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from itertools import count
+from itertools import chain, count
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -73,7 +73,10 @@ class Run(Protocol):
     key: int
 
     def position(self) -> Position:
-        """The position of the current run.  Any thread may ask, while another advances the run."""
+        """Return the position of the current run.
+
+        Any thread may ask, while another advances the run.
+        """
 
 
 UNKNOWN = Position(0, "?", [])
@@ -103,7 +106,10 @@ class CallLog:
         self._lock = threading.Lock()  # threads may register at the same time
 
     def register_run(self, describe: Describe, run: Run) -> int:
-        """A new key for a program.  The log keeps only a weak reference to the run."""
+        """Return a new key for a program.
+
+        The log keeps only a weak reference to the run.
+        """
         with self._lock:
             if len(self._runs) >= self._most_runs:
                 self._forget()
@@ -138,7 +144,7 @@ class CallLog:
             self._entries[at, 0] = other
 
     def calls(self, now: int) -> list[tuple[int, dict[str, Any]]]:
-        """The time of each entry's start, and its description.
+        """Return the time of each entry's start, and its description.
 
         Any thread may ask: meanwhile others add entries, and forget and advance runs.
         """
@@ -170,7 +176,10 @@ class CallLog:
 
 
 def _position_of(run: Run) -> Position:
-    """The position of a run; `UNKNOWN` if it cannot be found, which must not end the report."""
+    """Return the position of a run; `UNKNOWN` if it cannot be determined.
+
+    An error here must not end the report.
+    """
     try:
         return run.position()
     except Exception as error:  # noqa: BLE001 - see above
@@ -189,7 +198,7 @@ class FlightRecorder:
         self._thread = threading.get_ident()
 
     def log(self, members: tuple[int, ...], ordinal: int) -> CallLog:
-        """The log of a new communicator."""
+        """Return the log of a new communicator."""
         log = CallLog(members, ordinal)
         self.logs.append(log)
         return log
@@ -201,21 +210,21 @@ class FlightRecorder:
             self._freed_logs.append(log)
 
     def calls(self) -> list[dict[str, Any]]:
-        """The last calls, the latest at the end."""
+        """Return the last calls, the latest at the end."""
         now = time.perf_counter_ns()
-        found = [each for log in (*self._freed_logs, *self.logs) for each in log.calls(now)]
-        found.sort(key=itemgetter(0))
-        return [call for _, call in found[-NUM_CALLS:]]
+        logs = *self._freed_logs, *self.logs
+        calls = sorted(chain.from_iterable(log.calls(now) for log in logs), key=itemgetter(0))
+        return [call for _, call in calls[-NUM_CALLS:]]
 
     def lines(self, most: int = 8) -> str:
-        """The last few calls as text, the latest first."""
+        """Return the last few calls as text, the latest first."""
         calls = self.calls()[::-1][:most]
         return "\n".join(
-            [f"last calls of rank {self.rank}:", *(f"  {_line(each)}" for each in calls)]
+            [f"last calls of rank {self.rank}:", *(f"  {_line(call)}" for call in calls)]
         )
 
     def report(self) -> dict[str, Any]:
-        """The report of this rank, as a dump contains it."""
+        """Return the report of this rank, as a dump contains it."""
         return {
             "rank": self.rank,
             "size": self.size,
@@ -252,7 +261,7 @@ class FlightRecorder:
             )
 
     def listen(self, directory: str | Path, signum: int = signal.SIGUSR1) -> None:
-        """From now on, dump to a directory after a time-out or failure, and at a signal.
+        """Dump to a directory after a time-out or failure, and at a signal, from now on.
 
         A thread writes the dump, so it also works while the program computes or is stuck in a call
         of MPI.  This takes Python's only wake-up descriptor for signals.  Only the main thread may
@@ -273,7 +282,10 @@ class FlightRecorder:
                     self.dump_if_asked()
 
     def _place(self) -> list[str]:
-        """The stack of the rank's own thread outside this package, the innermost line last."""
+        """Return the stack of the rank's own thread outside this package.
+
+        The innermost line is the last.
+        """
         frame = sys._current_frames().get(self._thread)
         lines = [] if frame is None else traceback.extract_stack(frame)
         return [
@@ -284,7 +296,7 @@ class FlightRecorder:
 
 
 def part_of_report(make: Callable[[], str]) -> str:
-    """A part of a report; if making it fails, a sentence that says why.
+    """Return a part of a report; if making it fails, a sentence that says why.
 
     The report belongs to another error, which must not be replaced.
     """
@@ -295,7 +307,7 @@ def part_of_report(make: Callable[[], str]) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """An error in one line, also if its own text cannot be made."""
+    """Return an error in one line, also if its own text cannot be made."""
     return traceback.format_exception_only(error)[-1].strip()
 
 
@@ -306,7 +318,7 @@ def _line(call: dict[str, Any]) -> str:
 
 
 def _position_in_job(call: dict[str, Any]) -> Position:
-    """The position of a call that is under way, with the numbers that ranks have in the job."""
+    """Return the position of a call that is under way, with the numbers of ranks in the job."""
     members = call["members"]
     waits = [Waiting(members[peer], is_receive) for peer, is_receive in call["waiting_for"]]
     return Position(call["round"], call["num_rounds"], waits, call["device_row"])

@@ -23,11 +23,8 @@ _SAME_TIME = 2.0  # seconds between dumps that were asked for together
 _NAME = re.compile(r"flight\.(0|[1-9][0-9]{0,8})\.json")
 
 
-# --- files --------------------------------------------------------------------------------------
-
-
 def files(directory: str | Path, since: float = 0.0) -> list[Path]:
-    """The files in a directory that are named like dumps and are not older than `since`.
+    """Return the files in a directory that are named like dumps and are not older than `since`.
 
     Raises OSError if the directory cannot be read.
     """
@@ -43,13 +40,13 @@ def _is_as_new(path: Path, since: float) -> bool:
 
 
 def rank_of(path: Path) -> int | None:
-    """The rank in the name of a dump; None if it is not the name of a dump."""
+    """Return the rank in the name of a dump; None if it is not the name of a dump."""
     match = _NAME.fullmatch(path.name)
     return None if match is None else int(match[1])
 
 
 def read(paths: Iterable[Path]) -> tuple[dict[int, Dump], list[str]]:
-    """The dumps in files, by rank, and a sentence for each file that is not a dump."""
+    """Return the dumps in files, by rank, and a sentence for each file that is not a dump."""
     dumps, faults = {}, []
     for path in paths:
         try:
@@ -62,7 +59,10 @@ def read(paths: Iterable[Path]) -> tuple[dict[int, Dump], list[str]]:
 
 
 def _read(path: Path) -> Dump:
-    """The dump in a file.  Raises ValueError, with the reason, if it is not a dump."""
+    """Return the dump in a file.
+
+    Raises ValueError, with the reason, if the file is not a dump.
+    """
     rank = rank_of(path)
     if rank is None:
         raise ValueError("its name is not flight.<rank>.json")
@@ -82,9 +82,6 @@ def _read(path: Path) -> Dump:
     if dump["rank"] != rank:
         raise ValueError(f"it is the dump of rank {dump['rank']}")
     return dump  # type: ignore[no-any-return]
-
-
-# --- the fields of a dump -----------------------------------------------------------------------
 
 
 def _is_number(value: object) -> bool:
@@ -153,9 +150,9 @@ _UNDER_WAY: Fields = {
 def check(dump: object) -> None:
     """Raise ValueError if this is not a report of `FlightRecorder.report`."""
     checked = _checked("the dump", dump, _DUMP)
-    for number, each in enumerate(checked["calls"]):
+    for number, value in enumerate(checked["calls"]):
         what = f"call {number}"
-        call = _checked(what, each, _CALL)
+        call = _checked(what, value, _CALL)
         if checked["rank"] not in call["members"]:
             raise ValueError(f"{what} is of ranks to which rank {checked['rank']} does not belong")
         if "waiting_for" in call or call["state"] == "under way":
@@ -165,7 +162,7 @@ def check(dump: object) -> None:
 
 
 def _checked(what: str, value: object, fields: Fields) -> Mapping[str, Any]:
-    """The value, if it is a mapping with these fields."""
+    """Return the value, if it is a mapping with these fields."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{what} is not an object with fields")
     for name, (is_right, kind) in fields.items():
@@ -176,11 +173,11 @@ def _checked(what: str, value: object, fields: Fields) -> Mapping[str, Any]:
     return value
 
 
-# --- the report ---------------------------------------------------------------------------------
-
-
 def lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
-    """The lines of the report, as they may be printed.  ValueError if a dump is malformed."""
+    """Yield the lines of the report, as they may be printed.
+
+    Raises ValueError if a dump is malformed.
+    """
     for rank, dump in dumps.items():
         try:
             check(dump)
@@ -190,7 +187,7 @@ def lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
 
 
 def escaped(text: str) -> str:
-    """The text, in which what could control a terminal is written as Python writes it: \\x1b."""
+    """Return the text, with Python's escape sequences for what could control a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
@@ -207,7 +204,7 @@ def _lines(dumps: Mapping[int, Dump]) -> Iterator[str]:
 
 
 def _outdated(dumps: Mapping[int, Dump]) -> Iterator[str]:
-    """A line for each dump that does not show the same time as the others."""
+    """Yield a line for each dump that does not show the same time as the others."""
     times = {rank: dump["time"] for rank, dump in dumps.items() if _is_seconds(dump.get("time"))}
     for rank, written in times.items():
         if (age := max(times.values()) - written) > _SAME_TIME:
@@ -215,7 +212,7 @@ def _outdated(dumps: Mapping[int, Dump]) -> Iterator[str]:
 
 
 def _groups(dumps: Mapping[int, Dump]) -> dict[Group, dict[int, dict[str, Call]]]:
-    """The calls by communicator, then by rank of the job, then by name."""
+    """Return the calls by communicator, then by rank of the job, then by name."""
     groups: dict[Group, dict[int, dict[str, Call]]] = {}
     for rank, dump in dumps.items():
         for call in dump["calls"]:
@@ -225,10 +222,10 @@ def _groups(dumps: Mapping[int, Dump]) -> dict[Group, dict[int, dict[str, Call]]
 
 
 def _under_way(calls: Mapping[int, Mapping[str, Call]]) -> list[str]:
-    """The names of the calls that are in progress on some rank, the oldest first."""
+    """Return the names of the calls that are in progress on some rank, the oldest first."""
     started: dict[str, float] = {}
-    for each in calls.values():
-        for name, call in each.items():
+    for calls_of_rank in calls.values():
+        for name, call in calls_of_rank.items():
             if call["state"] in _IN_PROGRESS:
                 started[name] = max(started.get(name, 0.0), call["seconds_ago"])
     return sorted(started, key=lambda name: -started[name])
@@ -237,13 +234,13 @@ def _under_way(calls: Mapping[int, Mapping[str, Call]]) -> list[str]:
 def _about(
     name: str, group: Group, calls: Mapping[int, Mapping[str, Call]], dumps: Mapping[int, Dump]
 ) -> Iterator[str]:
-    """The lines for one call that is in progress."""
+    """Yield the lines for one call that is in progress."""
     members, ordinal = group
     which = f"ranks {', '.join(map(str, members))}" + (f" (#{ordinal})" if ordinal > 1 else "")
     kinds = {
-        f"{each[name]['collective']} ({each[name]['algorithm']})"
-        for each in calls.values()
-        if name in each
+        f"{calls_of_rank[name]['collective']} ({calls_of_rank[name]['algorithm']})"
+        for calls_of_rank in calls.values()
+        if name in calls_of_rank
     }
     yield f"call {name} of {which}: {' or '.join(sorted(kinds))}"
     for rank in members:
@@ -251,7 +248,10 @@ def _about(
 
 
 def _state(name: str, members: Sequence[int], calls: Mapping[str, Call], dump: Dump | None) -> str:
-    """The state of a call on one rank.  `calls`: the rank's calls on this communicator."""
+    """Return the state of a call on one rank.
+
+    `calls` has the rank's calls on this communicator.
+    """
     if dump is None:
         return "no dump: it is dead or stopped, or has not been asked"
     if name not in calls:
@@ -271,7 +271,7 @@ def _state(name: str, members: Sequence[int], calls: Mapping[str, Call], dump: D
 
 
 def _last(calls: Sequence[Call], dump: Dump) -> str:
-    """The last of these calls, and the rank's place in the program."""
+    """Return the last of these calls, and the rank's place in the program."""
     if not calls:
         return f"it has made no call there; {_at(dump)}"
     call = calls[-1]

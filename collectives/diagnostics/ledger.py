@@ -30,11 +30,30 @@ current_phase = _phase.get
 def phase(label: str) -> AbstractContextManager[None]:
     """Label everything that is sent inside a `with` block; labels nest as "outer/inner".
 
-        with collectives.phase("backward"):
-            comm.all_reduce(gradients)
+    Parameters
+    ----------
+    label : str
+        Any text.  It belongs to the thread (or task) that sets it.
 
-    `label`: any text.  It belongs to the thread (or task) that sets it.  Returns a context manager.
-    Raises TypeError if `label` is not a text.
+    Returns
+    -------
+    context manager
+
+    Raises
+    ------
+    TypeError
+        If `label` is not a text.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> import numpy as np
+    >>> def step(comm):
+    ...     with comm.record() as ledger, collectives.phase("backward"):
+    ...         comm.all_reduce(np.ones(4, np.float32), algorithm="ring")
+    ...     return ledger.summary()
+    >>> collectives.run(step, size=2)[0]
+    {('backward', 'all_reduce'): Summary(calls=1, messages=2, bytes=16)}
     """
     if not isinstance(label, str):
         raise TypeError(f"the label of a phase must be a text, not {label!r}")
@@ -54,13 +73,24 @@ def _labelled(label: str) -> Iterator[None]:
 class Row(NamedTuple):
     """One message of a schedule, which was sent as `segments` messages of MPI.
 
-    `call`: the number of the call on its communicator, such as "7"; its header or counts have "7a".
-    `src` and `dst`: ranks of the communicator that records.  `axis`: the name of the communicator
-    that sent it (see `Communicator.split`), "" if it has none.  `off_host`: whether these ranks are
-    on different hosts.  `link`: "host": it was sent from an array in host memory.  "peer",
-    "thread": a device of another process or thread has read it from the memory of a device.
-    "direct": MPI has sent it from the memory of a device.  "staged": it was copied from a device to
-    host memory, and sent from there.  "": the call was not complete.
+    Attributes
+    ----------
+    phase, collective, algorithm : str
+    call : str
+        The number of the call on its communicator, such as "7"; its header or counts have "7a".
+    round : int
+    src, dst : int
+        Ranks of the communicator that records.
+    bytes, segments : int
+    axis : str
+        The name of the communicator that sent it (see `Communicator.split`), "" if it has none.
+    off_host : bool
+        Whether the two ranks are on different hosts.
+    link : str
+        "host": it was sent from an array in host memory.  "peer", "thread": a device of another
+        process or thread has read it from the memory of a device.  "direct": MPI has sent it from
+        the memory of a device.  "staged": it was copied from a device to host memory, and sent from
+        there.  "": the call was not complete.
     """
 
     phase: str
@@ -101,9 +131,18 @@ Sent = tuple[tuple[int, int, int, int], ...]
 class Call(NamedTuple):
     """The data that all runs of a program share.
 
-    `sent`: (round, destination, bytes, segments) of the messages of rank `src`.  `ranks`: the ranks
-    in the recording communicator of a sub-communicator's ranks; None: the same.  `numbered`:
-    returns the number of a run as text.  `axis`: the name of the communicator.
+    Attributes
+    ----------
+    collective, algorithm : str
+    sent : tuple
+        (round, destination, bytes, segments) of the messages of rank `src`.
+    src : int
+    ranks : sequence of int or None
+        The ranks in the recording communicator of a sub-communicator's ranks; None: the same.
+    numbered : function
+        Returns the number of a run as text.
+    axis : str
+        The name of the communicator.
     """
 
     collective: str
@@ -131,7 +170,10 @@ class Entry(NamedTuple):
     links: list[str]
 
     def rows(self, host_of: Sequence[int]) -> Iterator[Row]:
-        """One row per message.  `host_of`: the host of each rank of the recording communicator."""
+        """Yield one row per message.
+
+        `host_of` has the host of each rank of the recording communicator.
+        """
         call, ranks = self.call, self.call.ranks
         name = call.numbered(self.number)
         links = self.links or [""] * len(call.sent)
@@ -153,7 +195,7 @@ class Entry(NamedTuple):
             )
 
     def to_json(self) -> list[Any]:
-        """The entry as JSON values for another rank, which `_from_json` reads."""
+        """Return the entry as JSON values for another rank, which `_from_json` reads."""
         call, ranks = self.call, self.call.ranks
         sent = call.sent
         if ranks is not None:
@@ -163,7 +205,7 @@ class Entry(NamedTuple):
 
 
 def _from_json(what: list[Any], number_in_words: str, *run: Any) -> list[Any]:
-    """An entry of another rank, from its JSON values."""
+    """Return an entry of another rank, from its JSON values."""
     collective, algorithm, sent, src, axis = what
     messages = tuple(tuple(message) for message in sent)
     return [Call(collective, algorithm, messages, src, None, lambda _: number_in_words, axis), *run]
@@ -181,8 +223,12 @@ def finish(entered: list[Entered], finished: float) -> None:
 class Ledger:
     """A record of what one rank sends while it is open.  `Communicator.record` makes one.
 
-    `rank`, `size` and `topology` are those of the recording communicator.  `gather` joins the
-    ledgers of all ranks.
+    Attributes
+    ----------
+    rank, size : int
+        This rank in the recording communicator, and the number of its ranks.
+    topology : Topology
+        The hosts of the recording communicator.
     """
 
     def __init__(self, rank: int, topology: Topology, collect: Collect | None = None) -> None:
@@ -191,7 +237,7 @@ class Ledger:
         self.entered: list[list[Any]] = []
 
     def enter(self, entry: list[Any], site: str) -> None:
-        """Record a call: an `Entry` as a list.  Its `site`, a line of the program, is not kept."""
+        """Record a call, an `Entry` as a list; its `site`, a line of the program, is not kept."""
         self.entered.append(entry)
 
     def replace(self, entry: list[Any], call: Call, site: str) -> None:
@@ -204,7 +250,7 @@ class Ledger:
     @property
     def entries(self) -> list[Entry]:
         """The recorded calls in the order of entry; if gathered, rank by rank."""
-        return [Entry(*each) for each in self.entered]
+        return [Entry(*entry) for entry in self.entered]
 
     def rows(self) -> list[Row]:
         """Return one `Row` for each message sent, in the order of the calls."""
@@ -216,12 +262,31 @@ class Ledger:
     ) -> dict[tuple[Any, ...], Summary]:
         """Return numbers of calls, messages and bytes, grouped by columns of the rows.
 
-            ledger.summary(by=("collective", "off_host"))     # within and between hosts
+        Parameters
+        ----------
+        by : sequence of str
+            The names of the columns.
 
-        `by`: the names of the columns.  The result maps a tuple of their values to a `Summary`, in
-        the order in which the values first appear.
+        Returns
+        -------
+        dict of tuple to Summary
+            By the values of the columns, in the order in which the values first appear.
 
-        Raises ValueError for an unknown column.
+        Raises
+        ------
+        ValueError
+            If there is no such column.
+
+        Examples
+        --------
+        >>> import collectives
+        >>> import numpy as np
+        >>> def step(comm):
+        ...     with comm.record() as ledger:
+        ...         comm.all_gather(np.ones(4, np.float32), algorithm="ring")
+        ...     return ledger.summary(by=("src", "dst"))  # or "off_host": within and between hosts
+        >>> collectives.run(step, size=3)[0]
+        {(0, 2): Summary(calls=1, messages=2, bytes=32)}
         """
         if isinstance(by, str) or not set(by) <= set(Row._fields):
             raise ValueError(f"by must be a sequence of columns from {Row._fields}, not {by!r}")
@@ -242,19 +307,30 @@ class Ledger:
     ) -> dict[tuple[Any, ...], Difference]:
         """Return the groups of rows of which this ledger and another have different totals.
 
-            changed = ledger.diff(before)    # {} if the same was sent
+        Parameters
+        ----------
+        other : Ledger
+        by : sequence of str
+            The names of the columns that define a group, as in `summary`.
 
-        `by`: the names of the columns that define a group, as in `summary`.  The result maps a
-        tuple of their values to a `Difference`, first those of this ledger, then those that only
-        the other has.  Raises ValueError for an unknown column.
+        Returns
+        -------
+        dict of tuple to Difference
+            By the values of the columns, first those of this ledger, then those that only the other
+            has.  It is empty if the same was sent.
+
+        Raises
+        ------
+        ValueError
+            If there is no such column.
         """
         here, there = self.summary(by), other.summary(by)
         nothing = Summary(0, 0, 0)
-        both = {
+        differences = {
             key: Difference(here.get(key, nothing), there.get(key, nothing))
             for key in (*here, *there)
         }
-        return {key: found for key, found in both.items() if found.here != found.there}
+        return {key: pair for key, pair in differences.items() if pair.here != pair.there}
 
     def matrix(self) -> NDArray[np.int64]:
         """Return the bytes sent from each rank (row) to each rank (column), an int64 array.
@@ -280,9 +356,29 @@ class Ledger:
     def gather(self) -> Ledger | None:
         """Join the ledgers of all ranks.  All ranks call it.
 
-        Returns a ledger of every rank's calls on rank 0, None on the others.  Ledgers that are
-        still open show the messages of this call under "ledger".  Raises ValueError for a ledger
-        that was gathered, or that was not made by `record`.
+        Ledgers that are still open show the messages of this call under "ledger".
+
+        Returns
+        -------
+        Ledger or None
+            A ledger of every rank's calls on rank 0, None on the others.
+
+        Raises
+        ------
+        ValueError
+            For a ledger that was gathered, or that was not made by `record`.
+
+        Examples
+        --------
+        >>> import collectives
+        >>> import numpy as np
+        >>> def step(comm):
+        ...     with comm.record() as ledger:
+        ...         comm.all_reduce(np.ones(4, np.float32), algorithm="ring")
+        ...     return ledger.gather()
+        >>> collectives.run(step, size=2)[0].matrix()
+        array([[ 0, 16],
+               [16,  0]])
         """
         if self._collect is None:
             raise ValueError("only a ledger made by `record` can be gathered, and only once")
@@ -375,8 +471,18 @@ Ancestry = list[tuple[list[Recording], Sequence[int] | None]]
 class Recorder:
     """Records the runs of a program of `rank` in the ledgers that are open.
 
-    `names`: the collective and the algorithm.  `numbered`: see `Call`.  `sent`: the messages of
-    every run.  `axis`: the name of the communicator.
+    Parameters
+    ----------
+    names : tuple of str
+        The collective and the algorithm.
+    numbered : function
+        See `Call`.
+    sent : tuple
+        The messages of every run.
+    ancestry : Ancestry
+    rank : int
+    axis : str
+        The name of the communicator.
     """
 
     def __init__(
@@ -393,11 +499,11 @@ class Recorder:
         self._calls: list[tuple[list[Recording], Call]] = []
 
     def renumbered(self, numbered: Callable[[int], str]) -> Recorder:
-        """A recorder of the same program, whose runs have other numbers."""
+        """Return a recorder of the same program, whose runs have other numbers."""
         return Recorder(self.names, numbered, self._sent, self._ancestry, self._rank, self._axis)
 
     def number(self, number: int) -> str:
-        """The number of a run as text."""
+        """Return the number of a run as text."""
         return self._numbered(number)
 
     def record(self, number: int, phase: str, site: str, started: float) -> list[Entered]:
@@ -430,7 +536,7 @@ class Recorder:
             entry[_LINKS] = links
 
     def describe(self, number: int) -> dict[str, Any]:
-        """The description of a run for the flight recorder."""
+        """Return the description of a run for the flight recorder."""
         collective, algorithm = self.names
         return {
             "call": self.number(number),

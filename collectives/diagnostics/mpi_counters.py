@@ -20,7 +20,7 @@ _MPI_T_PVAR_CLASS_SIZE = 2  # Open MPI's number for it
 
 
 class MonitorUnavailable(RuntimeError):  # noqa: N818
-    """This MPI has no such counters, or they are not enabled; the message says which."""
+    """MPI has no such counters, or they are not enabled; the message says which."""
 
 
 class Counters:
@@ -108,7 +108,7 @@ class Counters:
 
 
 def _loaded_open_mpi() -> ctypes.CDLL:
-    """The Open MPI that this process has loaded; another one would have counted nothing."""
+    """Return the Open MPI that this process has loaded; another one would have counted nothing."""
     for name in _SONAMES:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name, mode=os.RTLD_NOLOAD | os.RTLD_NOW)

@@ -34,7 +34,7 @@ class Totals:
         self._add(entry, site, 1)
 
     def replace(self, entry: list[Any], call: Call, site: str) -> None:
-        """See `Recording.replace`."""
+        """Set the call of an entry that was added: see `Recording.replace`."""
         self._add(entry, site, -1)
         entry[0] = call
         self._add(entry, site, 1)
@@ -57,9 +57,10 @@ class Totals:
                 del self._sums[kind]
 
     def summary(self) -> dict[Kind, Summary]:
-        """The numbers of calls, messages and bytes of this rank, in the order of the first calls.
+        """Return the numbers of calls, messages and bytes of this rank, by kind of call.
 
-        Calls in which this rank sent nothing count, too.
+        The kinds are in the order of their first calls.  Calls in which this rank sent nothing
+        count, too.
         """
         with self._lock:
             return {kind: Summary(*sums) for kind, sums in self._sums.items()}

@@ -17,5 +17,5 @@ def add_unseen(sentence: str) -> None:
 
 
 def unseen() -> list[str]:
-    """The sentences that were noted, each once."""
+    """Return the sentences that were noted, each once."""
     return list(_sentences)

@@ -20,30 +20,30 @@ _SECONDS = 60.0  # for the job of two ranks
 
 
 def run(options: argparse.Namespace) -> int:
-    """Report; return the exit status."""
+    """Report what works here and what does not; return the exit status."""
     if options.device_pointers:
         return report([device_pointers()], options)
     if started() is not None:
-        found = job()
-        return 0 if found is None else report(found, options)
-    found = list(environment())
-    if all(finding.level is not Level.WRONG for finding in found):
-        found += [*_job_of_two(), best_way()]
-    return report(found, options)
+        findings = job()
+        return 0 if findings is None else report(findings, options)
+    findings = list(environment())
+    if all(finding.level is not Level.WRONG for finding in findings):
+        findings += [*_job_of_two(), best_way()]
+    return report(findings, options)
 
 
-def report(found: Sequence[Finding], options: argparse.Namespace) -> int:
+def report(findings: Sequence[Finding], options: argparse.Namespace) -> int:
     """Print the findings, or write them as JSON; return the exit status."""
     console = console_for(0, options)
-    for line in [*map(str, found), "", verdict(found)]:
+    for line in [*map(str, findings), "", verdict(findings)]:
         console.print(line, soft_wrap=True)
-    findings = [{"level": finding.level.value, "sentence": finding.sentence} for finding in found]
-    write_json({"findings": findings, "verdict": verdict(found)}, options.json)
-    return int(any(finding.level is Level.WRONG for finding in found))
+    rows = [{"level": finding.level.value, "sentence": finding.sentence} for finding in findings]
+    write_json({"findings": rows, "verdict": verdict(findings)}, options.json)
+    return int(any(finding.level is Level.WRONG for finding in findings))
 
 
 def _job_of_two() -> Iterator[Finding]:
-    """What a job of two ranks on this host shows."""
+    """Yield what a job of two ranks on this host shows."""
     from collectives.launch import launch  # noqa: PLC0415 - not needed under MPI
 
     done = launch(2, ["-m", "collectives.doctor"], timeout=_SECONDS, capture=True)

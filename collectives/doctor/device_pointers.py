@@ -37,7 +37,7 @@ class Way(NamedTuple):
 
 
 def ways() -> Iterator[Way]:
-    """The ways to start a job here: first the plain one."""
+    """Yield the ways to start a job here: first the plain one."""
     yield Way()
     if find_mpirun().vendor == "openmpi":
         for folder in filter(None, map(ucx_folder, _UCX_PACKAGES)):
@@ -45,16 +45,18 @@ def ways() -> Iterator[Way]:
 
 
 def ucx_folder(package: str) -> Path | None:
-    """Where a package has its UCX; None if it is not installed."""
+    """Return where a package has its UCX; None if it is not installed."""
     try:
-        found = files(package) or []
+        installed = files(package) or []
     except PackageNotFoundError:
         return None
-    return next((Path(file.locate()).parent for file in found if file.name == "libucp.so.0"), None)
+    return next(
+        (Path(file.locate()).parent for file in installed if file.name == "libucp.so.0"), None
+    )
 
 
 def why_refused(way: Way, program: Sequence[str] = PROGRAM, seconds: float = SECONDS) -> str:
-    """Why MPI does not take addresses of device memory in a job; "" if it does."""
+    """Return why MPI does not take addresses of device memory in a job; "" if it does."""
     done = launch(
         2, program, mpi_args=way.options, env=way.variables, timeout=seconds, capture=True
     )
@@ -62,7 +64,7 @@ def why_refused(way: Way, program: Sequence[str] = PROGRAM, seconds: float = SEC
 
 
 def _why(status: int, output: str, errors: str) -> str:
-    """Why a job has failed, from what it has written."""
+    """Return why a job has failed, from what it has written."""
     lines = output.splitlines()
     if said := [line for line in lines if line.startswith((WRONG, ERROR))]:
         return said[0]
@@ -75,14 +77,17 @@ def _why(status: int, output: str, errors: str) -> str:
 
 
 def device_pointers(program: Sequence[str] = PROGRAM, seconds: float = SECONDS) -> Finding:
-    """Whether MPI takes addresses of device memory if it is started as this process would."""
+    """Return whether MPI takes addresses of device memory.
+
+    MPI is started as this process would start it.
+    """
     if why := why_refused(Way(), program, seconds):
         return wrong(f"This MPI does not take addresses of device memory: {why}")
     return good("This MPI takes addresses of device memory.")
 
 
 def best_way() -> Finding:
-    """How to start MPI so that it takes addresses of device memory, if there is a GPU."""
+    """Return how to start MPI so that it takes addresses of device memory, if there is a GPU."""
     _, why_none = num_gpus()
     if why_none:
         return good(f"{why_none}, so device='direct' was not tried.")

@@ -18,7 +18,7 @@ _LITTLE = 256 * 2**20  # bytes of shared memory that a few ranks of an MPI need
 
 
 def environment() -> Iterator[Finding]:
-    """Everything that can be seen here, without a job."""
+    """Yield everything that can be seen here, without a job."""
     for look in _LOOKS:
         yield from look()
 
@@ -51,7 +51,7 @@ def _mpi() -> Iterator[Finding]:
 
 
 def other_launcher(mpirun: Mpirun, on_path: str | None) -> Iterator[Finding]:
-    """Whether the command `mpirun` is the launcher of the MPI library that mpi4py loads."""
+    """Yield whether the command `mpirun` is the launcher of the MPI library that mpi4py loads."""
     if on_path is not None and not os.path.samefile(on_path, mpirun.path):
         yield slow(
             f"The mpirun on PATH is {on_path}, of another installation. It may start ranks that "
@@ -90,7 +90,7 @@ def _machine() -> Iterator[Finding]:
 
 
 def shared_memory(free: int) -> Iterator[Finding]:
-    """Whether the ranks of a host have enough memory to share."""
+    """Yield whether the ranks of a host have enough memory to share."""
     where = f"{free // 2**20} MiB of shared memory are free in {_SHARED_MEMORY}"
     if free >= _LITTLE:
         yield good(f"{where}.")
@@ -101,7 +101,7 @@ def shared_memory(free: int) -> Iterator[Finding]:
 
 
 def num_cores() -> int:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -48,7 +48,7 @@ class Buffers:
         self._stream = int(backend.current_stream().ptr)
 
     def new(self, num_bytes: int, where: str) -> Bytes:
-        """Memory of one kind."""
+        """Return memory of one kind."""
         on_host = np.empty(num_bytes, np.uint8)
         return on_host if where == "host" else self._device.new(num_bytes)
 
@@ -60,7 +60,7 @@ class Buffers:
             self._copy("cuMemcpyHtoDAsync_v2", buffer, data)
 
     def read(self, buffer: Bytes, where: str) -> Bytes:
-        """What is in a buffer."""
+        """Return what is in a buffer."""
         if where == "host":
             return buffer
         data = np.empty(buffer.size, np.uint8)
@@ -87,13 +87,13 @@ def is_right(comm: Any, buffers: Buffers, message: Message) -> bool:
 
 
 def _data(rank: int, message: Message) -> Bytes:
-    """What a rank sends."""
+    """Return what a rank sends."""
     seed = rank, MESSAGES.index(message)
     return np.random.default_rng(seed).integers(0, 256, message.num_bytes, np.uint8)
 
 
 def run(comm: Any, backend: Backend) -> int:
-    """Exchange all messages, and say which one begins; the exit status."""
+    """Exchange all messages, and say which one begins; return the exit status."""
     with backend.on_stream(backend.current_stream()):
         buffers = Buffers(backend)
         for message in MESSAGES:
@@ -112,9 +112,10 @@ def _say(line: str) -> None:
 
 
 def main() -> int:
-    """Exchange messages between GPUs, one for each rank if there are several; the exit status.
+    """Exchange messages between GPUs; return the exit status.
 
-    A last rank that has no other one does nothing.
+    There is one GPU for each rank if there are several.  A last rank that has no other one does
+    nothing.
     """
     try:
         return _run_on_gpus()

@@ -26,23 +26,23 @@ class Finding(NamedTuple):
 
 
 def good(sentence: str) -> Finding:
-    """A fact."""
+    """Return a fact."""
     return Finding(Level.GOOD, sentence)
 
 
 def slow(sentence: str) -> Finding:
-    """Something that works, but takes longer than necessary; the sentence says what helps."""
+    """Return a finding that works, but takes longer than necessary; it says what helps."""
     return Finding(Level.SLOW, sentence)
 
 
 def wrong(sentence: str) -> Finding:
-    """Something that prevents jobs or makes them wrong; the sentence says what to do."""
+    """Return a finding that prevents jobs or makes them wrong; it says what to do."""
     return Finding(Level.WRONG, sentence)
 
 
-def verdict(found: Iterable[Finding]) -> str:
-    """The last line of a report."""
-    levels = [finding.level for finding in found]
+def verdict(findings: Iterable[Finding]) -> str:
+    """Return the last line of a report."""
+    levels = [finding.level for finding in findings]
     if Level.WRONG in levels:
         return "It would not work: see WRONG."
     if Level.SLOW in levels:

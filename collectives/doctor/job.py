@@ -28,34 +28,37 @@ _SLOW_LATENCY = 50e-6  # seconds; more is unusual between ranks that share memor
 
 
 def started(environment: Mapping[str, str] = os.environ) -> int | None:
-    """The number of ranks that a launcher says it has started; None outside of a job."""
-    found = (environment.get(name, "") for name in _SIZES)
-    return next((int(text) for text in found if text.isdecimal()), None)
+    """Return the number of ranks that a launcher says it has started; None outside of a job."""
+    texts = (environment.get(name, "") for name in _SIZES)
+    return next((int(text) for text in texts if text.isdecimal()), None)
 
 
 def job() -> list[Finding] | None:
-    """What this job shows, on rank 0; None on the other ranks.  All ranks call it."""
+    """Return what this job shows, on rank 0; None on the other ranks.
+
+    All ranks call it.
+    """
     comm = collectives.world()
     comm.timeout = _SECONDS
-    found = list(_alone(comm.size, started()))
-    if not found:
+    findings = list(_alone(comm.size, started()))
+    if not findings:
         facts = _gathered(comm, _facts())
         links = list(_links(comm))
         sums = comm.all_reduce(np.full(1000, comm.rank, np.int64))
         if facts is not None:
-            found += [*alike(facts), *placed(comm.topology, [fact["cores"] for fact in facts])]
-            found += [*_threads(), *links]
+            findings += [*alike(facts), *placed(comm.topology, [fact["cores"] for fact in facts])]
+            findings += [*_threads(), *links]
         if all_have_gpus(comm):
             gpus = _gathered(comm, _gpu(comm))
-            found += [] if gpus is None else used_gpus(comm.topology, gpus)
-            found += _devices(comm)
+            findings += [] if gpus is None else used_gpus(comm.topology, gpus)
+            findings += _devices(comm)
         if sums[0] != comm.size * (comm.size - 1) // 2:
-            found.append(wrong("An all-reduce has a wrong result."))
-    return found if comm.rank == 0 else None
+            findings.append(wrong("An all-reduce has a wrong result."))
+    return findings if comm.rank == 0 else None
 
 
 def _alone(size: int, promised: int | None) -> Iterator[Finding]:
-    """Whether the launcher started as many ranks as MPI knows."""
+    """Yield whether the launcher started as many ranks as MPI knows."""
     if promised is not None and promised != size:
         yield wrong(
             f"The launcher started {promised} ranks, but MPI has a world of {size}: this is not "
@@ -66,7 +69,7 @@ def _alone(size: int, promised: int | None) -> Iterator[Finding]:
 
 
 def _facts() -> dict[str, Any]:
-    """What must be alike on all ranks, and the cores of this rank."""
+    """Return what must be alike on all ranks, and the cores of this rank."""
     from mpi4py import MPI  # noqa: PLC0415 - this is under MPI
 
     return {
@@ -78,12 +81,12 @@ def _facts() -> dict[str, Any]:
 
 
 def _mpi_version(text: str) -> str:
-    """The name and the number of an MPI library, which tells more about itself."""
+    """Return the name and the number of an MPI library, which tells more about itself."""
     return " ".join(re.split("[,\\n\\0]", text)[0].split())
 
 
 def _gathered(comm: Communicator, facts: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """The facts of all ranks, on rank 0."""
+    """Return the facts of all ranks, on rank 0."""
     text = np.frombuffer(json.dumps(facts).encode(), np.uint8)
     lengths = comm.all_gather(np.array([len(text)]))
     texts = comm.gather(text, counts=lengths.tolist())
@@ -94,17 +97,19 @@ def _gathered(comm: Communicator, facts: dict[str, Any]) -> list[dict[str, Any]]
 
 
 def alike(facts: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Whether all ranks run the same versions."""
+    """Yield whether all ranks run the same versions."""
     for name in ("library", "MPI library", "NumPy"):
-        found = {str(fact[name]): rank for rank, fact in reversed(list(enumerate(facts)))}
-        if len(found) > 1:
-            where = "; ".join(f"rank {rank} has {value}" for value, rank in sorted(found.items()))
+        rank_with = {str(fact[name]): rank for rank, fact in reversed(list(enumerate(facts)))}
+        if len(rank_with) > 1:
+            where = "; ".join(
+                f"rank {rank} has {value}" for value, rank in sorted(rank_with.items())
+            )
             yield wrong(f"The ranks have different versions of {name}: {where}.")
     yield good(f"{facts[0]['MPI library']} on all ranks.")
 
 
 def placed(topology: Topology, cores: Sequence[int]) -> Iterator[Finding]:
-    """Where the ranks are, and whether hosts have more ranks than cores."""
+    """Yield where the ranks are, and whether hosts have more ranks than cores."""
     yield good(f"{topology.size} rank(s) on {topology.num_hosts} host(s): {topology}.")
     crowded = [
         f"{len(ranks)} ranks on {cores[ranks[0]]} core(s)"
@@ -130,17 +135,14 @@ def _threads() -> Iterator[Finding]:
         )
 
 
-# Devices
-
-
 def all_have_gpus(comm: Communicator) -> bool:
-    """Whether CuPy finds a GPU on every rank."""
+    """Return whether CuPy finds a GPU on every rank."""
     number, _ = num_gpus()
     return bool(comm.all_reduce(np.array([number]), "min")[0])
 
 
 def _gpu(comm: Communicator) -> dict[str, Any]:
-    """The GPU that this rank uses from now on."""
+    """Return the GPU that this rank uses from now on."""
     import cupy  # noqa: PLC0415 - there is a GPU
 
     number = comm.use_gpu()
@@ -150,7 +152,7 @@ def _gpu(comm: Communicator) -> dict[str, Any]:
 
 
 def used_gpus(topology: Topology, gpus: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Which GPU each rank uses, and whether ranks of a host share one."""
+    """Yield which GPU each rank uses, and whether ranks of a host share one."""
     for ranks in topology.hosts:
         said = ", ".join(
             f"rank {rank} GPU {gpus[rank]['number']} of {gpus[rank]['of']} ({gpus[rank]['name']})"
@@ -165,7 +167,7 @@ def used_gpus(topology: Topology, gpus: Sequence[Mapping[str, Any]]) -> Iterator
 
 
 def _devices(comm: Communicator) -> list[Finding]:
-    """Which ranks read each other's arrays on GPUs, as rank 0 sees it."""
+    """Return which ranks read each other's arrays on GPUs, as rank 0 sees it."""
     import cupy  # noqa: PLC0415 - there is a GPU
 
     x = cupy.full(1000, comm.rank, np.float32)
@@ -174,14 +176,14 @@ def _devices(comm: Communicator) -> list[Finding]:
         return [wrong("An all-reduce of arrays on GPUs has a wrong result.")]
     links = comm.explain("all_reduce", x).links
     said = f"Arrays on GPUs, from rank 0: {links or 'there is no other rank'}."
-    found = [slow(said) if "staged" in links else good(said)]
+    findings = [slow(said) if "staged" in links else good(said)]
     if comm.topology.num_hosts > 1:
-        found.append(between_hosts(comm, cupy.asarray, cupy.asnumpy))
-    return found
+        findings.append(between_hosts(comm, cupy.asarray, cupy.asnumpy))
+    return findings
 
 
 def _on_all_ranks(comm: Communicator, is_right: bool) -> bool:
-    """Whether something is right on all ranks, which decide alike what they do next."""
+    """Return whether something is right on all ranks, which decide alike what they do next."""
     return bool(comm.all_reduce(np.array([is_right]), "min")[0])
 
 
@@ -190,9 +192,10 @@ def between_hosts(
     to_device: Callable[[np.ndarray[Any, Any]], Array],
     to_host: Callable[[Array], np.ndarray[Any, Any]],
 ) -> Finding:
-    """Whether MPI sends arrays of devices between the hosts of this job, as device='direct' does.
+    """Return whether MPI sends arrays of devices between the hosts of this job.
 
-    `world`: all ranks, which agree by it on the host.  `to_device` and `to_host`: copy an array.
+    That is what device='direct' does.  `world`: all ranks, which agree by it on the host.
+    `to_device` and `to_host`: copy an array.
     """
     from mpi4py import MPI  # noqa: PLC0415 - this is under MPI
 
@@ -214,11 +217,8 @@ def between_hosts(
     return good("device='direct' works: MPI sends arrays on GPUs between these hosts.")
 
 
-# The links
-
-
 def _links(comm: Communicator) -> Iterator[Finding]:
-    """Latency and bandwidth from rank 0 to a rank of its host, and to one of another host."""
+    """Yield the links from rank 0 to a rank of its host and to one of another host."""
     mates = comm.topology.mates(0)
     others = [rank for rank in range(comm.size) if rank not in mates]
     for where, peers in (("same host", mates[1:]), ("other host", others)):
@@ -228,7 +228,7 @@ def _links(comm: Communicator) -> Iterator[Finding]:
 
 
 def link(where: str, peer: int, latency: float, large: float) -> Finding:
-    """A sentence about the link from rank 0 to a rank."""
+    """Return a sentence about the link from rank 0 to a rank."""
     rate = _LARGE / large / 1e9
     said = f"Rank 0 to rank {peer} ({where}): {latency * 1e6:.1f} us, {rate:.2f} GB/s."
     if where == "same host" and latency > _SLOW_LATENCY:
@@ -237,7 +237,7 @@ def link(where: str, peer: int, latency: float, large: float) -> Finding:
 
 
 def _one_way(comm: Communicator, peer: int, num_bytes: int) -> float:
-    """The median seconds of a message from rank 0 to a rank: half of a round trip."""
+    """Return the median seconds of a message from rank 0 to a rank: half of a round trip."""
     message, times = np.zeros(num_bytes, np.uint8), []
     for _ in range(20):
         start = time.perf_counter()

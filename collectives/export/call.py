@@ -15,15 +15,29 @@ from collectives.simulation import Machine
 
 
 class Call(NamedTuple):
-    """A call.
+    """A call of a collective.
 
-    - `collective`: its name.
-    - `size`: the number of ranks.
-    - `num_bytes`: the n of the formulas: bytes of the whole vector; for all-to-all of one rank's
-      input, for scatter, gather, all-gather and reduce-scatter of the parts of all ranks.
-    - `algorithm`: its name; None: as a call chooses it without measured decisions.
-    - `root`: of a rooted collective.
-    - `itemsize`: the bytes of an element; vectors are divided at elements, as evenly as possible.
+    Attributes
+    ----------
+    collective : str
+    size : int
+        The number of ranks.
+    num_bytes : int
+        The n of the formulas: bytes of the whole vector; for all-to-all of one rank's input, for
+        scatter, gather, all-gather and reduce-scatter of the parts of all ranks.
+    algorithm : str, optional
+        Its name; None: as a call chooses it without measured decisions.
+    root : int
+        The root of a rooted collective.
+    itemsize : int
+        The bytes of an element; vectors are divided at elements, as evenly as possible.
+
+    Examples
+    --------
+    >>> from collectives.export import Call, machine_in
+    >>> ranks = Call("all_reduce", 4, 1 << 20, "ring").tasks(machine_in(None))
+    >>> [sum(task.size for task in tasks if task.kind == "send") for tasks in ranks]
+    [1572864, 1572864, 1572864, 1572864]
     """
 
     collective: str
@@ -36,13 +50,19 @@ class Call(NamedTuple):
     def tasks(self, machine: Machine) -> list[list[Task]]:
         """Return the tasks of each rank: a list of `Task` for rank 0, 1, ....
 
-        - `machine`: what copies and combinations cost.
+        Parameters
+        ----------
+        machine : Machine
+            What copies and combinations cost.
 
-        Raises ValueError if the algorithm cannot serve, or the bytes are not whole elements.
+        Raises
+        ------
+        ValueError
+            If the algorithm cannot serve, or the bytes are not whole elements.
         """
         self._check()
         counts = even_parts(self.collective, self.size, self.num_bytes // self.itemsize)
-        found = programs(
+        programs_by_rank = programs(
             self.collective,
             self.size,
             counts,
@@ -50,13 +70,17 @@ class Call(NamedTuple):
             algorithm=self.algorithm,
             root=self.root,
         )
-        return tasks_of(found, machine)
+        return tasks_of(programs_by_rank, machine)
 
     def msccl(self) -> str:
         """Return the algorithm as the text of an XML file of MSCCL, which serves other sizes too.
 
-        Options that are not given are those of a call of `num_bytes`.  Raises ValueError if the
-        algorithm cannot serve, or exceeds a limit of MSCCL.
+        Options that are not given are those of a call of `num_bytes`.
+
+        Raises
+        ------
+        ValueError
+            If the algorithm cannot serve, or exceeds a limit of MSCCL.
         """
         self._check()
         chosen = choose(
@@ -66,8 +90,10 @@ class Call(NamedTuple):
         label = _label(chosen.algorithm, options)
         case = chosen.algorithm.case(self.size, self.root, **options)
         counts = _one_element_a_block(self.collective, case)
-        found = programs(self.collective, self.size, counts, algorithm=label, root=self.root)
-        ranks = tasks_of(found, Machine({}), joins_work=False)
+        programs_by_rank = programs(
+            self.collective, self.size, counts, algorithm=label, root=self.root
+        )
+        ranks = tasks_of(programs_by_rank, Machine({}), joins_work=False)
         sizes = [
             (len(before(self.collective, rank, case)), len(after(self.collective, rank, case)))
             for rank in range(self.size)
@@ -83,14 +109,14 @@ class Call(NamedTuple):
 
 
 def _label(algorithm: Algorithm, options: Mapping[str, Option]) -> str:
-    """The algorithm with its options that are numbers; the hosts are those of a call."""
+    """Return the algorithm with its options that are numbers; the hosts are those of a call."""
     numbers = {name: value for name, value in options.items() if isinstance(value, int)}
     given = ", ".join(f"{name}={value}" for name, value in numbers.items())
     return f"{algorithm.name}({given})" if given else algorithm.name
 
 
 def _one_element_a_block(collective: str, case: Case) -> Counts:
-    """The counts of a call in which every block, or piece of a block, is one element."""
+    """Return the counts of a call in which every block, or piece of a block, is one element."""
     if SPECS[collective].has_pieces:
         return case.num_pieces
     return even_parts(collective, case.size, case.num_pieces * case.size)

@@ -30,7 +30,7 @@ def trace(tasks: Sequence[Task]) -> Iterator[bytes]:
 
 
 def _node(number: int, task: Task) -> bytes:
-    """A `Node`: id, name, type, data_deps, duration_micros, attr."""
+    """Return a `Node`: id, name, type, data_deps, duration_micros, attr."""
     numbers = {1: number, 3: _NODES[task.kind], 7: round(task.seconds * 1e6)}
     parts = {field: _number(field, value) for field, value in numbers.items() if value}
     parts[2] = _text(2, f"{task.kind}{number}")
@@ -41,7 +41,7 @@ def _node(number: int, task: Task) -> bytes:
 
 
 def _attributes(task: Task) -> Iterable[bytes]:
-    """The `AttributeProto`s of a node: name, and bool_val, int32_val or int64_val."""
+    """Yield the `AttributeProto`s of a node: name, and bool_val, int32_val or int64_val."""
     yield _text(1, "is_cpu_op") + _number(27, 0)
     if task.is_message:
         yield _text(1, "comm_size") + _number(9, task.size_written)
@@ -54,12 +54,12 @@ def _attributes(task: Task) -> Iterable[bytes]:
 
 
 def _varint(value: int) -> bytes:
-    """A number that is not negative, seven bits a byte, the lowest first."""
-    found = bytearray()
+    """Return a number that is not negative, seven bits a byte, the lowest first."""
+    encoded = bytearray()
     while value > 0x7F:
-        found.append(value & 0x7F | 0x80)
+        encoded.append(value & 0x7F | 0x80)
         value >>= 7
-    return bytes((*found, value))
+    return bytes((*encoded, value))
 
 
 def _number(field: int, value: int) -> bytes:

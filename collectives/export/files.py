@@ -1,4 +1,4 @@
-"""Writes the tasks of all ranks to files or to standard output."""
+"""Write the tasks of all ranks to files or to standard output."""
 
 from __future__ import annotations
 
@@ -14,14 +14,37 @@ TEXTS: dict[str, Callable[[Ranks], Iterator[str]]] = {"goal": goal.lines, "smpi"
 
 
 def write(ranks: Ranks, form: str, path: Path | None = None) -> list[Path]:
-    """Write the tasks of all ranks.
+    """Write the tasks of all ranks; return the paths of the files.
 
-    - `ranks`: the tasks of rank 0, 1, ..., of `Call.tasks` or `parallel.step_tasks`.
-    - `form`: the format: "goal", "smpi" or "chakra".
-    - `path`: of the file; for "chakra" the files are ``path.RANK.et``; None: standard output.
+    Parameters
+    ----------
+    ranks : sequence of sequence of Task
+        The tasks of rank 0, 1, ..., of `Call.tasks` or `parallel.step_tasks`.
+    form : str
+        The format: "goal", "smpi" or "chakra".
+    path : Path, optional
+        The file; for "chakra" the files are ``path.RANK.et``; None: standard output.
 
-    Returns the paths of the files.  Raises ValueError for another format, and for "chakra" without
-    a path; OSError if a file cannot be written.
+    Raises
+    ------
+    ValueError
+        If there is no such format, and for "chakra" without a path.
+    OSError
+        If a file cannot be written.
+
+    Examples
+    --------
+    >>> from collectives.export import Task, write
+    >>> write([[Task("send", 8, peer=1)], [Task("receive", 8, peer=0)]], "smpi")
+    0 init
+    0 isend 1 0 8
+    0 waitall
+    0 finalize
+    1 init
+    1 irecv 0 0 8
+    1 waitall
+    1 finalize
+    []
     """
     if form == "chakra":
         if path is None:
@@ -43,7 +66,7 @@ def write_text(parts: Iterable[str], path: Path | None) -> list[Path]:
 
 
 def summary(paths: Sequence[Path]) -> str:
-    """A sentence on the files that were written; none if there are none."""
+    """Return a sentence on the files that were written; none if there are none."""
     if len(paths) > 2:
         return f"wrote {len(paths)} files, {paths[0]} to {paths[-1]}\n"
     return f"wrote {' and '.join(map(str, paths))}\n" if paths else ""

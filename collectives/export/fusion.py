@@ -1,4 +1,4 @@
-"""Joins a receive and the combination of what it has received into one task, where that is safe."""
+"""Join a receive and the combination of what it has received into one task, where that is safe."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ class Place(NamedTuple):
     stop: int
 
     def overlaps(self, other: Place) -> bool:
-        """Whether the two have a byte in common."""
+        """Return whether the two have a byte in common."""
         return self.buffer == other.buffer and self.start < other.stop and other.start < self.stop
 
 
 def target(row: Row) -> Place:
-    """What a row sends, or else writes."""
+    """Return what a row sends, or else writes."""
     return Place(row.buffer, row.offset, row.offset + row.size)
 
 
 def left(row: Row) -> Place:
-    """The first operand of a copy or a combination."""
+    """Return the first operand of a copy or a combination."""
     return Place(row.left, row.left_offset, row.left_offset + row.size)
 
 
 def right(row: Row) -> Place:
-    """The second operand of a combination."""
+    """Return the second operand of a combination."""
     return Place(row.right, row.right_offset, row.right_offset + row.size)
 
 
@@ -49,39 +49,42 @@ class Joined(NamedTuple):
 
 
 def joined(tasks: Sequence[Task]) -> dict[int, Joined]:
-    """The combinations, by their numbers, that are joined with a receive.
+    """Return the combinations, by their numbers, that are joined with a receive.
 
     The joined task runs where the receive is posted, which is earlier than the combination in the
     program, and what was received is nowhere but in the result.  So between the two nothing may use
     the result's place or write the operand, and nothing may read what was received later on.
     """
-    found: dict[int, Joined] = {}
+    joins: dict[int, Joined] = {}
     arrivals: dict[Place, int] = {}  # the last receive into a place
     for number, task in enumerate(tasks):
         if task.kind == "receive":
             arrivals[target(_row(task))] = number
         elif _row(task).kind == Kind.COMBINE:
-            each = _candidate(tasks, number, arrivals, found)
-            if each is not None:
-                found[number] = each
-    return found
+            candidate = _candidate(tasks, number, arrivals, joins)
+            if candidate is not None:
+                joins[number] = candidate
+    return joins
 
 
 def _candidate(
-    tasks: Sequence[Task], number: int, arrivals: dict[Place, int], found: dict[int, Joined]
+    tasks: Sequence[Task], number: int, arrivals: dict[Place, int], joins: dict[int, Joined]
 ) -> Joined | None:
-    """How a combination can be joined with a receive, if it can.  Either operand may have come."""
+    """Return how a combination can be joined with a receive; None if it cannot.
+
+    Either operand may have come.
+    """
     row = _row(tasks[number])
     into, operands = target(row), (left(row), right(row))
     for arrived, own in (operands, operands[::-1]):
         receive = arrivals.get(arrived)
         if receive is not None and (into == arrived or _is_unread(tasks[number + 1 :], arrived)):
-            return _if_safe(tasks, number, Joined(receive, own, into), found)
+            return _if_safe(tasks, number, Joined(receive, own, into), joins)
     return None
 
 
 def _is_unread(tasks: Sequence[Task], place: Place) -> bool:
-    """Whether no task reads a place before one writes to it."""
+    """Return whether no task reads a place before one writes to it."""
     for task in tasks:
         if any(map(place.overlaps, _read(task))):
             return False
@@ -91,34 +94,37 @@ def _is_unread(tasks: Sequence[Task], place: Place) -> bool:
 
 
 def _if_safe(
-    tasks: Sequence[Task], number: int, each: Joined, found: dict[int, Joined]
+    tasks: Sequence[Task], number: int, candidate: Joined, joins: dict[int, Joined]
 ) -> Joined | None:
-    """The same with the other joined tasks to wait for; None if something is in the way."""
-    arrived = target(_row(tasks[each.receive]))
-    receives = {other.receive for other in found.values()} | {each.receive}
-    first = max(tasks[each.receive].after, default=-1) + 1  # what is before it has ended
+    """Return the candidate with the other joined tasks to wait for.
+
+    None if something is in the way.
+    """
+    arrived = target(_row(tasks[candidate.receive]))
+    receives = {other.receive for other in joins.values()} | {candidate.receive}
+    first = max(tasks[candidate.receive].after, default=-1) + 1  # what is before it has ended
     between = range(first, number)
-    others = [n for n in between if n not in found and n not in receives]
-    if any(_is_in_the_way(tasks[other], arrived, each) for other in others):
+    others = [n for n in between if n not in joins and n not in receives]
+    if any(_is_in_the_way(tasks[other], arrived, candidate) for other in others):
         return None
-    earlier = [found[n] for n in between if n in found]
-    places = (each.own, each.into)
+    earlier = [joins[n] for n in between if n in joins]
+    places = (candidate.own, candidate.into)
     extra = tuple(x.receive for x in earlier if any(map(x.into.overlaps, places)))
-    return each._replace(extra=extra) if max(extra, default=-1) < each.receive else None
+    return candidate._replace(extra=extra) if max(extra, default=-1) < candidate.receive else None
 
 
-def _is_in_the_way(task: Task, arrived: Place, each: Joined) -> bool:
-    """Whether a task between the two needs what was received, or the places of before."""
+def _is_in_the_way(task: Task, arrived: Place, candidate: Joined) -> bool:
+    """Return whether a task between the two needs what was received, or the places of before."""
     written, read = _written(task), list(_read(task))
     return (
-        each.own.overlaps(written)
-        or any(map(each.into.overlaps, (written, *read)))
+        candidate.own.overlaps(written)
+        or any(map(candidate.into.overlaps, (written, *read)))
         or any(map(arrived.overlaps, read))
     )
 
 
 def _read(task: Task) -> Iterator[Place]:
-    """What a task reads."""
+    """Yield what a task reads."""
     row = _row(task)
     if task.kind == "send":
         yield target(row)
@@ -129,7 +135,7 @@ def _read(task: Task) -> Iterator[Place]:
 
 
 def _written(task: Task) -> Place:
-    """What a task writes; nothing if it sends."""
+    """Return what a task writes; nothing if it sends."""
     place = target(_row(task))
     return place._replace(stop=place.start) if task.kind == "send" else place
 

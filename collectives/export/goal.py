@@ -33,7 +33,7 @@ def lines(ranks: Sequence[Sequence[Task]]) -> Iterator[str]:
 
 
 def _summary(tasks: Sequence[Task]) -> str:
-    """A comment with what the rank sends."""
+    """Return a comment with what the rank sends."""
     sizes = [task.size for task in tasks if task.kind == "send"]
     return (
         f"// sends {len(sizes)} messages, {sum(sizes)} bytes; "

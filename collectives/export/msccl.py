@@ -47,7 +47,10 @@ class Ends(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step.  `wait`: the thread block and the number of the step that must have ended."""
+    """A step of a thread block.
+
+    `wait`: the thread block and the number of the step that must have ended.
+    """
 
     type: str
     source: Place = NOWHERE
@@ -75,7 +78,10 @@ class Gpu:
         self.place_of[number] = key, len(block) - 1
 
     def key(self, task: Task) -> Key:
-        """The thread block of a task.  Sends and receives of a channel have their own each."""
+        """Return the thread block of a task.
+
+        Sends and receives of a channel have their own each.
+        """
         if not task.is_message:
             return LOCAL
         if task.kind == "send":
@@ -83,11 +89,14 @@ class Gpu:
         return -1, task.peer, self.channel(task.peer, self.rank)
 
     def channel(self, source: int, destination: int) -> int:
-        """The channel of the messages between two ranks, so that none has too many peers."""
+        """Return the channel of the messages between two ranks, so that none has too many peers."""
         return ((destination - source) % self.size - 1) // MAX_PEERS
 
     def waits(self, key: Key, needs: Iterable[int]) -> list[tuple[Key, int]]:
-        """The steps to wait for: the last of each other thread block, unless it is known to end."""
+        """Return the steps to wait for.
+
+        They are the last of each other thread block, unless it is known to end.
+        """
         last: dict[Key, int] = {}
         for number in needs:
             other, step = self.place_of[number]
@@ -98,7 +107,7 @@ class Gpu:
 
 
 def pieces(step: Step) -> Iterator[Step]:
-    """The step, or several steps for more blocks than one step may have."""
+    """Yield the step, or several steps for more blocks than one step may have."""
     num_blocks = step.into.stop - step.into.start
     for start in range(0, num_blocks, MAX_COUNT):
         stop = min(start + MAX_COUNT, num_blocks)
@@ -118,7 +127,7 @@ def gpus(ranks: Sequence[Sequence[Task]]) -> list[Gpu]:
 
 
 def _ends(ranks: Sequence[Sequence[Task]]) -> dict[tuple[int, int, int], Ends]:
-    """Both ends of every message, by its source, destination and tag."""
+    """Return both ends of every message, by its source, destination and tag."""
     sources = {
         (rank, task.peer, task.tag): target(task.row)
         for rank, tasks in enumerate(ranks)
@@ -138,7 +147,7 @@ def _gpu(
     rank: int, tasks: Sequence[Task], ends: Mapping[tuple[int, int, int], Ends], size: int
 ) -> Gpu:
     gpu, joins = Gpu(rank, size), joined(tasks)
-    by_receive = {each.receive: each for each in joins.values()}
+    by_receive = {join.receive: join for join in joins.values()}
     # The tasks whose end means that a task has ended: a joined one is its receive, and what else
     # it would have waited for.
     meaning: dict[int, tuple[int, ...]] = {}
@@ -157,7 +166,7 @@ def _gpu(
 def _steps(
     rank: int, task: Task, ends: Mapping[tuple[int, int, int], Ends], join: Joined | None
 ) -> list[Step]:
-    """The steps of a task."""
+    """Return the steps of a task."""
     assert task.row is not None
     if task.kind == "send":
         return [Step("s", *ends[rank, task.peer, task.tag])]
@@ -172,7 +181,7 @@ def _steps(
 
 
 def _combination(a: Place, b: Place, into: Place) -> list[Step]:
-    """The steps that combine two operands: `re` adds its source to its destination."""
+    """Return the steps that combine two operands: `re` adds its source to its destination."""
     if into in (a, b):
         return [Step("re", b if into == a else a, into)]
     return [Step("cpy", a, into), Step("re", b, into)]
@@ -184,26 +193,28 @@ def xml(
     """Return the text of a file.
 
     `name`: of the algorithm.  `ranks`: the tasks of all ranks, of programs whose elements are
-    blocks.  `sizes`: the blocks of each rank's input and output.  Raises ValueError for a
-    collective that the runtime does not know, and for more than the runtime can take.
+    blocks.  `sizes`: the blocks of each rank's input and output.
+
+    Raises ValueError for a collective that the runtime does not know, and for more than the runtime
+    can take.
     """
     if collective not in COLLECTIVES:
         raise ValueError(f"MSCCL has no {collective}; it has {', '.join(COLLECTIVES)}")
-    found = gpus(ranks)
-    check_limits(found)
+    gpus_by_rank = gpus(ranks)
+    check_limits(gpus_by_rank)
     root = Element(
         "algo",
         {
             "name": name,
             "proto": "Simple",
-            "nchannels": str(_num_channels(found)),
+            "nchannels": str(_num_channels(gpus_by_rank)),
             "nchunksperloop": str(max(map(max, sizes))),
             "ngpus": str(len(ranks)),
             "coll": COLLECTIVES[collective],
             "inplace": "0",
         },
     )
-    for gpu, (num_input, num_output) in zip(found, sizes, strict=True):
+    for gpu, (num_input, num_output) in zip(gpus_by_rank, sizes, strict=True):
         _write(
             SubElement(
                 root,
@@ -221,26 +232,26 @@ def xml(
     return tostring(root, encoding="unicode").replace(" />", "/>") + "\n"
 
 
-def check_limits(found: Sequence[Gpu]) -> None:
+def check_limits(gpus_by_rank: Sequence[Gpu]) -> None:
     """Raise ValueError for more than the runtime can take."""
-    lengths = [[len(block) for block in gpu.blocks.values()] for gpu in found]
+    lengths = [[len(block) for block in gpu.blocks.values()] for gpu in gpus_by_rank]
     numbers = {
-        "steps in a thread block": (max(max(each, default=0) for each in lengths), MAX_STEPS),
+        "steps in a thread block": (max(max(steps, default=0) for steps in lengths), MAX_STEPS),
         "thread blocks": (max(map(len, lengths)), MAX_THREAD_BLOCKS),
         "steps of a rank": (max(map(sum, lengths)), MAX_ELEMENTS),
-        "channels": (_num_channels(found), MAX_CHANNELS),
+        "channels": (_num_channels(gpus_by_rank), MAX_CHANNELS),
     }
     for what, (number, most) in numbers.items():
         if number > most:
             raise ValueError(f"MSCCL takes {most} {what} at most; this algorithm has {number}")
 
 
-def _num_channels(found: Sequence[Gpu]) -> int:
-    return max((key[2] for gpu in found for key in gpu.blocks), default=0) + 1
+def _num_channels(gpus_by_rank: Sequence[Gpu]) -> int:
+    return max((key[2] for gpu in gpus_by_rank for key in gpu.blocks), default=0) + 1
 
 
 def _num_scratch(gpu: Gpu) -> int:
-    """The blocks of scratch memory that a rank uses."""
+    """Return the blocks of scratch memory that a rank uses."""
     places = (step.into for block in gpu.blocks.values() for step in block if step.type != "s")
     return max((place.stop for place in places if place.buffer == SCRATCH), default=0)
 

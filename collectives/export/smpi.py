@@ -28,7 +28,8 @@ def _actions(rank: int, tasks: Sequence[Task]) -> Iterator[str]:
     in_flight: dict[int, Task] = {}
     yield "init"
     for number, task in enumerate(tasks):
-        yield from _waits(rank, in_flight, [each for each in task.after if each in in_flight])
+        needed = [before for before in task.after if before in in_flight]
+        yield from _waits(rank, in_flight, needed)
         yield _action(task)
         if task.is_message:
             in_flight[number] = task
@@ -37,12 +38,12 @@ def _actions(rank: int, tasks: Sequence[Task]) -> Iterator[str]:
 
 
 def _waits(rank: int, in_flight: dict[int, Task], numbers: list[int]) -> Iterator[str]:
-    """Wait for some of the messages in flight."""
-    found = [in_flight.pop(number) for number in numbers]
-    if found and not in_flight:
+    """Yield the actions that wait for some of the messages in flight."""
+    messages = [in_flight.pop(number) for number in numbers]
+    if messages and not in_flight:
         yield "waitall"
         return
-    for task in found:
+    for task in messages:
         ends = (rank, task.peer) if task.kind == "send" else (task.peer, rank)
         yield f"wait {ends[0]} {ends[1]} {task.tag}"
 
@@ -58,8 +59,17 @@ def platform(size: int, machine: Machine) -> str:
 
     Each host has a link of the latency and the bandwidth of `machine`'s links between hosts, in
     each direction.  The factors by which SimGrid corrects bandwidth and latency are set to 1, so
-    that its model has the numbers of the machine and not those of another cluster.  Raises
-    ValueError if the machine has no links between hosts.
+    that its model has the numbers of the machine and not those of another cluster.
+
+    Parameters
+    ----------
+    size : int
+    machine : Machine
+
+    Raises
+    ------
+    ValueError
+        If the machine has no links between hosts.
     """
     if OTHER_HOST not in machine.links:
         raise ValueError("the machine has no links between hosts, which a platform needs")
@@ -91,7 +101,10 @@ def platform(size: int, machine: Machine) -> str:
 
 
 def _overheads(links: Sequence[Link]) -> str:
-    """The processor's time of a message, as SMPI writes it: from:seconds:seconds per byte."""
+    """Return the processor's time of a message, as SMPI writes it.
+
+    The form is from:seconds:seconds per byte.
+    """
     starts = [0.0, *(link.up_to_bytes + 1 for link in links[:-1])]
     return ";".join(
         f"{start:.0f}:{link.overhead_seconds:.12g}:{link.overhead_seconds_per_byte:.12g}"
@@ -100,6 +113,6 @@ def _overheads(links: Sequence[Link]) -> str:
 
 
 def _eager_bytes(links: Sequence[Link]) -> int:
-    """The largest message that does not wait for its receive."""
+    """Return the largest message that does not wait for its receive."""
     limits = [0.0, *(link.up_to_bytes for link in links if not link.is_rendezvous)]
     return int(min(max(limits), 2**31 - 1))

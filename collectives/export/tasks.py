@@ -20,13 +20,21 @@ MAX_CALLS = 2**15 - 1  # so that tags are positive numbers of 32 bits
 class Task(NamedTuple):
     """One operation of a rank.
 
-    - `kind`: "send", "receive", or "work", which sends nothing.
-    - `peer`, `size`, `tag`: of a message: the rank at the other end, its bytes, and the number that
-      no other message from the same rank to the same rank has.
-    - `seconds`: for which work occupies the rank.
-    - `after`: the numbers of the tasks that must have ended before this one begins.
-    - `row`: the row of a program that the task is, or the first of several, or None.
-    - `is_compute`: whether it is computation of the caller, beside the communication.
+    Attributes
+    ----------
+    kind : str
+        "send", "receive", or "work", which sends nothing.
+    size, peer, tag : int
+        Of a message: its bytes, the rank at the other end, and the number that no other message
+        from the same rank to the same rank has.
+    seconds : float
+        For how long work occupies the rank.
+    after : tuple of int
+        The numbers of the tasks that must have ended before this one begins.
+    row : Row or None
+        The row of a program that the task is, or the first of several.
+    is_compute : bool
+        Whether it is computation of the caller, beside the communication.
     """
 
     kind: Literal["send", "receive", "work"]
@@ -52,8 +60,14 @@ class Task(NamedTuple):
 class Stream:
     """What a rank does in order.  Streams of one rank add to the same list of tasks.
 
-    `ready`: the tasks that must have ended before the next task of this stream begins.
-    `joins_work`: whether consecutive copies and combinations are one task, as in a simulation.
+    Parameters
+    ----------
+    tasks : list of Task
+        The list of the rank.
+    ready : iterable of int
+        The tasks that must have ended before the next task of this stream begins.
+    joins_work : bool
+        Whether consecutive copies and combinations are one task, as in a simulation.
     """
 
     def __init__(
@@ -83,7 +97,7 @@ class Stream:
             self.ready = (self.post(task),)
 
     def _last_is_row(self) -> bool:
-        """Whether the next task waits only for the last one, which is work of a program."""
+        """Return whether the next task waits only for the last one, which is work of a program."""
         if self.ready != (len(self.tasks) - 1,):
             return False
         before = self.tasks[-1]
@@ -92,9 +106,19 @@ class Stream:
     def run(self, program: Program, machine: Machine, ranks: Sequence[int], call: int = 0) -> None:
         """Add the rows of a program.
 
-        `ranks`: the rank that each rank of the program is.  `call`: the number of the call, which
-        is the same on all its ranks.  Raises ValueError if there are more calls, or messages
-        between two ranks, than tags.
+        Parameters
+        ----------
+        program : Program
+        machine : Machine
+        ranks : sequence of int
+            The rank that each rank of the program is.
+        call : int
+            The number of the call, which is the same on all its ranks.
+
+        Raises
+        ------
+        ValueError
+            If there are more calls, or messages between two ranks, than tags.
         """
         self.work(machine.call_seconds)
         rates = work_rates(machine).tolist()

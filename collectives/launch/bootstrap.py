@@ -1,4 +1,4 @@
-"""Starts one rank of a launched job, and connects it to the launcher.
+"""Start one rank of a launched job, and connect it to the launcher.
 
 The ranks are not children of the launcher, so it cannot wait for them, and not every mpirun reports
 which of them died.  Therefore each rank has a connection to the launcher, a Unix socket, from its
@@ -57,7 +57,7 @@ _launcher: socket.socket | None = None
 
 
 def command(program: Sequence[str]) -> list[str]:
-    """The command for mpirun that runs ``python *program`` as a rank.
+    """Return the command for mpirun that runs ``python *program`` as a rank.
 
     Some mpiruns interpret, change or drop words that follow the command, such as ``:`` and
     ``--map-by``.  Therefore every word of the program is quoted, so that none looks like an option.
@@ -74,7 +74,7 @@ def _main(quoted: Sequence[str]) -> NoReturn:
 
 
 def _connect() -> int:
-    """The descriptor of a connection to the launcher, or -1 if there is none on this host.
+    """Return the descriptor of a connection to the launcher, or -1 if there is none on this host.
 
     The launcher answers when it monitors this rank.  The program starts only after that, so the
     launcher sees the order in which ranks die, even if they die at once.
@@ -97,7 +97,7 @@ def _connect() -> int:
 
 
 def _with_high_number(connection: socket.socket) -> int:
-    """A duplicate of the connection with a high descriptor number.
+    """Return a duplicate of the connection with a high descriptor number.
 
     When a process ends, Linux closes its files from the highest descriptor down.  mpirun also has a
     connection to the rank, and kills the others when it closes.  This connection closes first.
@@ -109,7 +109,10 @@ def _with_high_number(connection: socket.socket) -> int:
 
 @contextlib.contextmanager
 def address(job: str) -> Iterator[str]:
-    """The address of the launcher's socket in the job's directory, even if its path is long."""
+    """Yield the address of the launcher's socket in the job's directory.
+
+    It is short enough for a socket, even if the path of the directory is long.
+    """
     path = os.path.join(job, "launcher")
     if len(os.fsencode(path)) <= _LONGEST:
         yield path
@@ -122,9 +125,9 @@ def address(job: str) -> Iterator[str]:
 
 
 def number() -> int:
-    """The number of this rank in the job, or -1 if no MPI has set it."""
-    found = [os.environ[name] for name in RANK_VARIABLES if name in os.environ]
-    return int(found[0]) if found and found[0].isdecimal() else -1
+    """Return the number of this rank in the job, or -1 if no MPI has set it."""
+    text = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "")
+    return int(text) if text.isdecimal() else -1
 
 
 # --- the program --------------------------------------------------------------------------------
@@ -145,7 +148,7 @@ def leave(status: int = 0) -> None:
 
 
 def all_exit(status: int) -> bool:
-    """Whether all ranks are about to call sys.exit with this status, about now.
+    """Return whether all ranks are about to call sys.exit with this status, about now.
 
     Then none waits for another, and the job need not be aborted, which mpirun reports at length.
     """
@@ -166,7 +169,7 @@ def leave_at_once(status: int) -> None:
 
 
 def failure_status(code: int) -> int:
-    """The exit status of a failure with this code, of which systems keep 8 bits: never 0."""
+    """Return the exit status of a failure with this code, of which systems keep 8 bits: never 0."""
     return code & 0xFF or 1
 
 

@@ -122,7 +122,7 @@ _WITH_VALUES = ("-n", "--mpi-args", "--timeout", "--flight", "--gpus-per-rank")
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The launcher's options, and the command, which argparse does not parse.
+    """Return the launcher's options, and the command, which argparse does not parse.
 
     The command may follow a "--", as with other commands that take a program.
     A value is joined to its option by "=", because argparse would read ``--mpi-args --verbose`` as
@@ -140,15 +140,18 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _handle(signum: signal.Signals) -> None:
-    """Let a signal end the job.  An ignored SIGHUP stays ignored, as nohup requires."""
+    """Let a signal end the job.
+
+    An ignored SIGHUP stays ignored, as nohup requires.
+    """
     if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:
         signal.signal(signum, _stop)
 
 
 def _stop(signum: int, frame: FrameType | None) -> NoReturn:
     """Unwind through ``launch``, which ends the job; ignore a second Ctrl-C meanwhile."""
-    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(each, signal.SIG_IGN)
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(ignored, signal.SIG_IGN)
     raise SystemExit(128 + signum)
 
 

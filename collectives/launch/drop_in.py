@@ -1,4 +1,4 @@
-"""Replaces the COMM_WORLD of a program that uses mpi4py, and prints at its end what was sent."""
+"""Replace the COMM_WORLD of a program that uses mpi4py, and print at its end what was sent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,12 @@ _NO_TABLE = "No table of what was sent: rank 0 has not used MPI by mpi4py."
 class DropIn:
     """The drop-in of one rank.
 
-    `is_wanted`: whether COMM_WORLD is replaced.  `is_recorded`: whether what it sends is printed.
+    Parameters
+    ----------
+    is_wanted : bool
+        Whether COMM_WORLD is replaced.
+    is_recorded : bool
+        Whether what it sends is printed.
     """
 
     def __init__(self, *, is_wanted: bool, is_recorded: bool) -> None:
@@ -30,7 +35,7 @@ class DropIn:
     def begin(self, mpi: ModuleType) -> None:
         """Replace COMM_WORLD now, or when the program has initialized MPI.
 
-        Called when `mpi`, the module mpi4py.MPI, is imported, before the program uses it.
+        It is called when `mpi`, the module mpi4py.MPI, is imported, before the program uses it.
         """
         if not self._is_wanted:
             return
@@ -57,7 +62,7 @@ class DropIn:
 
 
 def _followed(initialize: Callable[..., Any], then: Callable[[], None]) -> Callable[..., Any]:
-    """A function that does the same, and then something else."""
+    """Return a function that does the same, and then something else."""
 
     @wraps(initialize)
     def initialize_and_go_on(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Gives each rank of a host GPUs of its own, of those that CUDA_VISIBLE_DEVICES leaves the job.
+"""Give each rank of a host GPUs of its own, of those that CUDA_VISIBLE_DEVICES leaves the job.
 
 It runs before the program, because CUDA reads this variable when it starts.
 """
@@ -28,7 +28,10 @@ class NoGpus(RuntimeError):  # noqa: N818 - as MpiNotFound
 
 
 def options(gpus_per_rank: int | None) -> list[str]:
-    """What comes before the command of a rank.  Raises ValueError for less than 1 GPU."""
+    """Return what comes before the command of a rank.
+
+    Raises ValueError for less than 1 GPU.
+    """
     if gpus_per_rank is None:
         return []
     if operator.index(gpus_per_rank) < 1:
@@ -37,20 +40,23 @@ def options(gpus_per_rank: int | None) -> list[str]:
 
 
 def read_options(command: list[str]) -> tuple[int | None, list[str]]:
-    """The `gpus_per_rank` that `options` wrote, and the rest of the command."""
+    """Return the `gpus_per_rank` that `options` wrote, and the rest of the command."""
     if not command[0].startswith(_OPTION):
         return None, command
     return int(command[0].removeprefix(_OPTION)), command[1:]
 
 
 def bind(gpus_per_rank: int, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Leave this rank its own GPUs.  Raises NoGpus if there are too few."""
+    """Leave this rank its own GPUs.
+
+    Raises NoGpus if there are too few.
+    """
     own = gpus_of(_local_rank(environment), gpus_per_rank, _visible(environment))
     environment[_VISIBLE] = ",".join(own)
 
 
 def gpus_of(local_rank: int, gpus_per_rank: int, visible: Sequence[str]) -> Sequence[str]:
-    """The GPUs of a rank: those after the GPUs of the ranks of its host before it."""
+    """Return the GPUs of a rank: those after the GPUs of the ranks of its host before it."""
     start = local_rank * gpus_per_rank
     own = visible[start : start + gpus_per_rank]
     if len(own) < gpus_per_rank:
@@ -70,7 +76,7 @@ def _local_rank(environment: MutableMapping[str, str]) -> int:
 
 
 def _visible(environment: MutableMapping[str, str]) -> list[str]:
-    """The numbers or UUIDs of the GPUs that CUDA would find."""
+    """Return the numbers or UUIDs of the GPUs that CUDA would find."""
     if _VISIBLE not in environment:
         return [str(number) for number in range(_num_gpus())]
     words = (word.strip() for word in environment[_VISIBLE].split(","))
@@ -82,7 +88,10 @@ def _is_gpu(word: str) -> bool:
 
 
 def _num_gpus() -> int:
-    """The GPUs of this host, which another process counts: here CUDA would read the variable."""
+    """Return the number of GPUs of this host.
+
+    Another process counts them: here CUDA would read the variable.
+    """
     command = [sys.executable, "-I", "-S", "-c", _COUNT]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return int(done.stdout) if done.returncode == 0 else 0

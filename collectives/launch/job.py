@@ -1,4 +1,4 @@
-"""Starts one MPI job, monitors it, and ends it with no process left.
+"""Start one MPI job, monitor it, and end it with no process left.
 
 The launcher does what ``mpirun`` leaves to the user.  It finds the mpirun of the MPI that mpi4py
 loads, and sets the options that this MPI needs to run as root or with more ranks than cores.  It
@@ -84,30 +84,54 @@ def launch(
     check: bool = False,
     gpus_per_rank: int | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python *command`` on ``size`` ranks and wait until the job ends.
+    """Run ``python *command`` on `size` ranks and wait until the job ends.
 
-    ``command`` begins with a script, or with ``-m`` and a module.  ``mpi_args`` are passed to
-    mpirun; ``env`` is added to this process's environment.  The result has the job's exit status,
-    which is not zero if any rank failed, and with ``capture`` the output of the ranks.
+    A rank of this host that was killed, crashed, or called os._exit before MPI_Finalize is named on
+    the standard error of the job.  Such a death ends the job, unless it is `fault_tolerant` and
+    MPI_Init has returned on all ranks: then the other ranks continue, and the status is theirs.
 
-    After ``timeout`` seconds the whole job is ended, with status ``TIMED_OUT`` and a sentence on
-    its standard error.  A rank of this host that was killed, crashed, or called os._exit before
-    MPI_Finalize is also named there.  Such a death ends the job, unless it is ``fault_tolerant``
-    and MPI_Init has returned on all ranks: then the other ranks continue, and the status is theirs.
+    Parameters
+    ----------
+    size : int
+        The number of ranks.
+    command : sequence of str
+        A script, or ``-m`` and a module, and its arguments.
+    mpi_args : sequence of str
+        More words for mpirun.
+    timeout : float, optional
+        After so many seconds the whole job is ended, with status `TIMED_OUT` and a sentence on its
+        standard error.
+    env : mapping of str to str, optional
+        Variables that are added to this process's environment.
+    capture : bool
+        Whether the result has the output of the ranks.
+    fault_tolerant : bool
+        Whether the other ranks continue when a rank dies.
+    flight : path, optional
+        A directory to which the ranks dump their last calls: when a wait fails or times out, when
+        this process gets SIGUSR1 (if this is its main thread), and at the job's time limit.  At the
+        time limit, standard error also says who waits for whom, as ``ring flight`` does.
+    drop_in : bool
+        Whether ``MPI.COMM_WORLD`` is a `collectives.Intracomm` from the beginning of the program
+        on.
+    traffic : bool
+        Whether rank 0 prints, when the program ends, what was sent on that communicator and on
+        others made from it.
+    check : bool
+        Whether checked mode is on, as by COLLECTIVES_CHECK=1.
+    gpus_per_rank : int, optional
+        How many GPUs each rank sees: CUDA_VISIBLE_DEVICES has those of the rank, by its number on
+        the host.  By default all ranks see the same.
 
-    ``flight`` is a directory to which the ranks dump their last calls: when a wait fails or times
-    out, when this process gets SIGUSR1 (if this is its main thread), and at the job's time limit.
-    At the time limit, standard error also says who waits for whom, as
-    ``ring flight`` does.
+    Returns
+    -------
+    subprocess.CompletedProcess
+        It has the job's exit status, which is not zero if any rank failed.
 
-    With ``drop_in``, ``MPI.COMM_WORLD`` is a ``collectives.Intracomm`` from the beginning of the
-    program on.  With ``traffic`` too, rank 0 prints what was sent on it and on communicators made
-    from it when the program ends.  ``check`` switches on checked mode, as COLLECTIVES_CHECK=1 does.
-
-    With ``gpus_per_rank``, each rank sees only so many GPUs: CUDA_VISIBLE_DEVICES has those of the
-    rank, by its number on the host.  Without it all ranks see the same.
-
-    Raises MpiNotFound if no MPI is found, or none that supports the options.
+    Raises
+    ------
+    MpiNotFound
+        If no MPI is found, or none that supports the options.
     """
     _check(size, command, timeout, drop_in, traffic)
     directory = None if flight is None else made_directory(flight)
@@ -161,7 +185,10 @@ def launch(
 
 
 def width_of_terminal() -> dict[str, str]:
-    """The variable that says how wide the terminal is, which a rank cannot find out; or none."""
+    """Return the variable that says how wide the terminal is, or none.
+
+    A rank cannot find out the width.
+    """
     return {"COLUMNS": str(shutil.get_terminal_size().columns)} if sys.stdout.isatty() else {}
 
 
@@ -179,7 +206,10 @@ def _check(
 
 
 def made_directory(flight: str | Path) -> Path:
-    """The directory of the dumps, made if necessary.  Raises ValueError if that fails."""
+    """Return the directory of the dumps, made if necessary.
+
+    Raises ValueError if it cannot be made or written.
+    """
     directory = Path(flight).absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -249,7 +279,7 @@ def _wait(
 def _judged(
     status: int, monitor: process_monitor.ProcessMonitor, say: Callable[[str], object]
 ) -> tuple[int, process_monitor.Death | None]:
-    """The exit status of a job that has ended with `status`, and the death to name.
+    """Return the exit status of a job that has ended with `status`, and the death to name.
 
     The ranks that mpirun kills after an MPI_Abort die without a report, too: they are not named.
     If the first rank has ended with status 0, MPICH's mpirun kills the others and may report
@@ -282,7 +312,7 @@ def _forwarding(signum: signal.Signals, monitor: process_monitor.ProcessMonitor)
 
 
 def _hang_report(monitor: process_monitor.ProcessMonitor, directory: Path) -> str:
-    """The hang report of the ranks, from dumps that they write on request.
+    """Return the hang report of the ranks, from dumps that they write on request.
 
     Older dumps, of another job or of a wait that timed out, would show what is no longer so.
     """
@@ -304,23 +334,26 @@ def _hang_report(monitor: process_monitor.ProcessMonitor, directory: Path) -> st
 
 
 def _ranks_of(directory: Path, since: float) -> set[int | None]:
-    """The ranks that have written a dump since then."""
+    """Return the ranks that have written a dump since then."""
     return {hang_report.rank_of(path) for path in hang_report.files(directory, since)}
 
 
 def _status_of_death(dead: process_monitor.Death) -> int:
-    """The exit status of a job that ends because of this, unless mpirun knows a better one."""
+    """Return the exit status of a job that ends because of this death.
+
+    It is used unless mpirun knows a better one.
+    """
     return bootstrap.failure_status(dead.exit_code or 1)
 
 
 def _ended(monitor: process_monitor.ProcessMonitor) -> str:
-    """Which ranks had ended when the others did not, as a sentence after another."""
+    """Return which ranks had ended when the others did not, as a sentence after another."""
     ended = ", ".join(map(str, monitor.ended()))
     return f" It still ran, although these ranks had ended: {ended}." if ended else ""
 
 
 def _status_of(returncode: int, reported: int) -> int:
-    """The exit status of the job; 128 + k if mpirun was killed by signal k, as in a shell.
+    """Return the exit status of the job; 128 + k if mpirun was killed by signal k, as in a shell.
 
     Then a status that a rank reported takes precedence: Open MPI 5's mpirun can crash on a rank
     that ends while connecting to it.
@@ -333,7 +366,7 @@ def _die_with_launcher() -> list[str]:
 
 
 def _text(file: IO[bytes] | None, notes: str = "") -> str | None:
-    """What the job wrote to a file, and the launcher's `notes` from a new line on."""
+    """Return what the job wrote to a file, and the launcher's `notes` from a new line on."""
     if file is None:
         return None
     file.seek(0)

@@ -55,13 +55,15 @@ class MpiNotFound(RuntimeError):  # noqa: N818
 
 
 class Mpirun(NamedTuple):
+    """An mpirun, and the MPI that it belongs to."""
+
     path: str
     vendor: str  # "openmpi", "mpich", "intel", or "unknown"
 
 
 @functools.cache
 def find_mpirun() -> Mpirun:
-    """The mpirun of the MPI that mpi4py loads in this environment.
+    """Return the mpirun of the MPI that mpi4py loads in this environment.
 
     The mpirun of another MPI would start N worlds of one rank each, without an error.  Therefore
     the loaded library decides: its mpirun is in the directory next to it, in a wheel and in most
@@ -82,7 +84,7 @@ def find_mpirun() -> Mpirun:
 
 
 def _ask_mpi4py(option: str) -> str:
-    """mpi4py's answer about its MPI, from another process, so that this one loads no MPI."""
+    """Return mpi4py's answer about its MPI, from another process, so that this one loads no MPI."""
     question = [sys.executable, "-m", "mpi4py", option]
     answer = subprocess.run(question, capture_output=True, text=True, check=False)
     if answer.returncode != 0:
@@ -98,13 +100,13 @@ def _vendor_of_mpirun(path: str) -> str:
 
 
 def _vendor(banner: str) -> str:
-    """The vendor, from the version text of an mpirun or an MPI library."""
+    """Return the vendor, from the version text of an mpirun or an MPI library."""
     makers = {"Open MPI": "openmpi", "Intel(R) MPI": "intel", "HYDRA": "mpich", "MPICH": "mpich"}
     return next((vendor for name, vendor in makers.items() if name in banner), "unknown")
 
 
 def defaults(mpirun: Mpirun, *, fault_tolerant: bool = False) -> dict[str, str]:
-    """Environment variables of the ranks, unless the user has set them."""
+    """Return environment variables of the ranks, which are set unless the user has set them."""
     if mpirun.vendor != "openmpi":
         return _RANKS
     chosen = {**_RANKS, **_OPEN_MPI, **(_OPEN_MPI_AS_ROOT if os.geteuid() == 0 else {})}
@@ -112,7 +114,10 @@ def defaults(mpirun: Mpirun, *, fault_tolerant: bool = False) -> dict[str, str]:
 
 
 def fault_tolerance_args(mpirun: Mpirun) -> tuple[str, ...]:
-    """The options with which the other ranks continue when one dies.  Raises MpiNotFound."""
+    """Return the options with which the other ranks continue when one dies.
+
+    Raises MpiNotFound if this MPI has none.
+    """
     if mpirun.vendor != "openmpi":
         raise MpiNotFound(
             "only Open MPI supports fault tolerance, since version 5, and the mpirun of this "
@@ -123,7 +128,7 @@ def fault_tolerance_args(mpirun: Mpirun) -> tuple[str, ...]:
 
 
 def open_mpi_files(environment: Mapping[str, str], pid: int) -> Path:
-    """The directory of the files of Open MPI 5's mpirun with this process id.
+    """Return the directory of the files of Open MPI 5's mpirun with this process id.
 
     An mpirun that is killed leaves it, and a later one with the same process id refuses to start.
     """

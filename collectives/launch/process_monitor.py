@@ -1,4 +1,4 @@
-"""Monitors the ranks of one job on this host, for the launcher.
+"""Monitor the ranks of one job on this host, for the launcher.
 
 `bootstrap.py` is the other end: it explains why ranks connect to the launcher, and what they send.
 """
@@ -96,7 +96,10 @@ class ProcessMonitor:
     """
 
     def __init__(self, job: str, size: int) -> None:
-        """`job`: the job's directory.  `size`: the number of its ranks, on all hosts."""
+        """Listen in `job`, the directory of the job, to the ranks of this host.
+
+        `size`: the number of its ranks, on all hosts.
+        """
         self._job, self._size = job, size
         self.status = 0  # of the first rank that reported a failure
         self.first_death: Death | None = None  # if it was noticed before any report of a failure
@@ -134,7 +137,7 @@ class ProcessMonitor:
         self._watches_deaths = self._register_process(mpirun, self._stop_watching)
 
     def wait(self, seconds: float) -> Death | None:
-        """The next death of a rank; None after `seconds`, or when mpirun ends."""
+        """Return the next death of a rank; None after `seconds`, or when mpirun ends."""
         deadline, were_watched = time.monotonic() + seconds, self._watches_deaths
         while self._react(max(deadline - time.monotonic(), 0.0)):
             if self._deaths or were_watched != self._watches_deaths:
@@ -156,48 +159,61 @@ class ProcessMonitor:
     @property
     def is_in_mpi(self) -> bool:
         """Whether MPI_Init has returned on some rank."""
-        return any(each.is_in_mpi for each in self._connections)
+        return any(connection.is_in_mpi for connection in self._connections)
 
     def has_died_starting(self) -> bool:
-        """Whether a rank has died before MPI_Init returned on it."""
-        return any(each.has_died and not each.is_in_mpi for each in self._connections)
+        """Return whether a rank has died before MPI_Init returned on it."""
+        return any(
+            connection.has_died and not connection.is_in_mpi for connection in self._connections
+        )
 
     def are_starting(self) -> bool:
-        """Whether MPI_Init has not returned yet on a running rank."""
-        return any(not each.is_in_mpi for each in self._connections if each.is_running)
+        """Return whether MPI_Init has not returned yet on a running rank."""
+        return any(
+            not connection.is_in_mpi for connection in self._connections if connection.is_running
+        )
 
     def are_missing(self, seconds: float) -> bool:
-        """Whether some ranks of this host have not connected, and none has in the last `seconds`.
+        """Return whether some ranks of this host have not connected.
 
-        A rank that is killed in its first milliseconds does not connect.
+        If so, no rank has connected in the last `seconds`.  A rank that is killed in its first
+        milliseconds does not connect.
         """
         is_late = time.monotonic() > self._connected_at + seconds
         return is_late and len(self._connections) < self._local_size
 
     def have_all_ended(self) -> bool:
-        """Whether all ranks have connected, and each has died or reported its end."""
+        """Return whether all ranks have connected, and each has died or reported its end."""
         return len(self._connections) == self._size and not any(self._running())
 
     def ended(self) -> list[int]:
-        """The ranks that have reported their end."""
-        return sorted(each.number or 0 for each in self._connections if each.status is not None)
+        """Return the ranks that have reported their end."""
+        return sorted(
+            connection.number or 0
+            for connection in self._connections
+            if connection.status is not None
+        )
 
     def unfinished(self) -> list[int]:
-        """The ranks that have initialized MPI and have not reported their end."""
-        ranks = (each for each in self._connections if each.is_in_mpi and not each.has_ended)
-        return sorted(each.number or 0 for each in ranks)
+        """Return the ranks that have initialized MPI and have not reported their end."""
+        ranks = (
+            connection
+            for connection in self._connections
+            if connection.is_in_mpi and not connection.has_ended
+        )
+        return sorted(connection.number or 0 for connection in ranks)
 
     def left_behind(self, seconds: float) -> list[str]:
-        """Processes that write to the output of a rank, `seconds` after all ranks have ended.
+        """Return what writes to the output of a rank, `seconds` after all ranks have ended.
 
-        They are children of ranks; mpirun waits for them.  They are returned only once.
+        These processes are children of ranks; mpirun waits for them.  They are returned only once.
         """
         if time.monotonic() < self._gone_at + seconds:
             return []
-        if not self._connections or not all(each.is_gone for each in self._connections):
+        if not self._connections or not all(connection.is_gone for connection in self._connections):
             return []
         self._gone_at = math.inf
-        outputs = frozenset().union(*(each.outputs for each in self._connections))
+        outputs = frozenset().union(*(connection.outputs for connection in self._connections))
         return _writers(outputs - _outputs("self"), self._job)
 
     def send_signal(self, signum: int) -> list[int]:
@@ -211,11 +227,9 @@ class ProcessMonitor:
         return reached
 
     def _running(self) -> Iterator[Rank]:
-        for each in self._connections:
-            if each.is_running:
-                yield Rank(-1 if each.number is None else each.number, each.pid)
-
-    # --- events
+        for connection in self._connections:
+            if connection.is_running:
+                yield Rank(-1 if connection.number is None else connection.number, connection.pid)
 
     def _register(self, file: int | socket.socket, react: Callable[[], object]) -> None:
         self._selector.register(file, selectors.EVENT_READ, react)
@@ -250,7 +264,7 @@ class ProcessMonitor:
         self._register_process(pid, partial(self._on_end, connection))
 
     def _on_end(self, connection: _Connection) -> None:
-        """The process of a rank has ended."""
+        """Note that the process of a rank has ended."""
         connection.is_gone, self._gone_at = True, time.monotonic()
         self._record_death(connection)
 
@@ -269,7 +283,10 @@ class ProcessMonitor:
             connection.is_lost = True
 
     def _parse(self, connection: _Connection, received: bytes) -> None:
-        """A rank first sends its number, and gets an answer; at its end it sends its status."""
+        """Take in what a rank has sent.
+
+        A rank first sends its number, and gets an answer; at its end it sends its status.
+        """
         *lines, connection.received = (connection.received + received).split(b"\n")
         for line in lines:
             if line == IN_MPI:
@@ -290,11 +307,11 @@ class ProcessMonitor:
     def _let_all_exit(self) -> None:
         """Answer the ranks, if all of them want to exit with the same status."""
         # One that has ended does not wait for the answer any more.
-        wanted = [each.wanted for each in self._connections if each.is_running]
+        wanted = [connection.wanted for connection in self._connections if connection.is_running]
         self.do_all_exit = len(wanted) == self._size and len(set(wanted)) == 1
         if self.do_all_exit:
-            for each in self._connections:
-                _answer(each, ALL_EXIT)
+            for connection in self._connections:
+                _answer(connection, ALL_EXIT)
 
     def _record_death(self, connection: _Connection, exit_code: int | None = None) -> None:
         """Note that a rank has died, unless it has reported its end."""
@@ -314,47 +331,50 @@ def _answer(connection: _Connection, answer: bytes) -> None:
 
 
 def _peer(connected: socket.socket) -> int:
-    """The process at the other end of a connection."""
+    """Return the process at the other end of a connection."""
     credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
     pid, _, _ = struct.unpack("3i", credentials)
     return int(pid)
 
 
 def _local_size(pid: int) -> int:
-    """The number of ranks on the host of a rank, or 0 if its MPI does not tell."""
+    """Return the number of ranks on the host of a rank, or 0 if its MPI does not tell."""
     with contextlib.suppress(OSError):  # it has ended
-        for each in _environment(pid):
-            if each.startswith(_LOCAL_SIZE):
-                return int(each.removeprefix(_LOCAL_SIZE))
+        for entry in _environment(pid):
+            if entry.startswith(_LOCAL_SIZE):
+                return int(entry.removeprefix(_LOCAL_SIZE))
     return 0
 
 
 def _outputs(pid: int | str) -> frozenset[str]:
-    """What the standard output and error of a process are: names of pipes, terminals or files."""
-    found = set()
+    """Return what the standard output and error of a process are.
+
+    They are names of pipes, terminals or files.
+    """
+    names = set()
     for number in (1, 2):
         with contextlib.suppress(OSError):  # it has ended, has closed it, or is another user's
-            found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
-    return frozenset(found - {os.devnull})
+            names.add(os.readlink(f"/proc/{pid}/fd/{number}"))
+    return frozenset(names - {os.devnull})
 
 
 def _writers(outputs: frozenset[str], job: str) -> list[str]:
-    """The processes of this host whose standard output or error is one of these.
+    """Return the processes of this host whose standard output or error is one of these.
 
     Not those of other jobs: the terminal of a rank that has ended may be that of their ranks now.
     """
-    found = []
+    writers = []
     for pid in _processes():
         if outputs & _outputs(pid):
             with contextlib.suppress(OSError):  # it has ended
                 name = Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
                 if _jobs_of(pid) <= {job}:
-                    found.append(f"{name} (process {pid})")
-    return found
+                    writers.append(f"{name} (process {pid})")
+    return writers
 
 
 def _is_ending(pid: int) -> bool:
-    """Whether a process has ended, or is ending: the kernel is closing its files."""
+    """Return whether a process has ended, or is ending: the kernel is closing its files."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError:
@@ -370,7 +390,7 @@ def _handles(pid: int, signum: int) -> bool:
 
 
 def _shared_memory(pid: int) -> set[str]:
-    """The files of shared memory of MPICH that a process has mapped."""
+    """Return the files of shared memory of MPICH that a process has mapped."""
     with contextlib.suppress(OSError):  # it has ended
         lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
         last = {line.split(maxsplit=5)[-1] for line in lines}
@@ -391,7 +411,7 @@ def kill(job: str) -> None:
 
 
 def _jobs_of(pid: int) -> set[str]:
-    """The job that the environment of a process names, if it names one."""
+    """Return the job that the environment of a process names, if it names one."""
     name = f"{JOB}="
     entries = map(os.fsdecode, _environment(pid))
     return {entry.removeprefix(name) for entry in entries if entry.startswith(name)}
@@ -402,5 +422,8 @@ def _processes() -> Iterator[int]:
 
 
 def _environment(pid: int) -> list[bytes]:
-    """The environment of a process.  Raises OSError if it has ended, or is another user's."""
+    """Return the environment of a process.
+
+    Raises OSError if the process has ended, or is another user's.
+    """
     return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

@@ -1,4 +1,4 @@
-"""Runs the program of one rank, as ``python -m mpi4py`` would, with reports to the launcher."""
+"""Run the program of one rank, as ``python -m mpi4py`` would, with reports to the launcher."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ def run_rank(command: list[str]) -> None:
 
 
 def _is_plain_exit(error: BaseException) -> bool:
-    """Whether the rank calls sys.exit with a number, and MPI is finalized then, if it must be."""
+    """Return whether the rank ends by sys.exit with a number, in order.
+
+    It does if MPI is finalized then, or need not be.
+    """
     if not isinstance(error, SystemExit) or not isinstance(error.code, int):
         return False
     rc = sys.modules["mpi4py"].rc  # a program that calls MPI_Init itself may leave out MPI_Finalize
@@ -108,7 +111,7 @@ def _bind_gpus(gpus_per_rank: int | None) -> None:
 
 
 def _drop_in(command: list[str]) -> tuple[DropIn, list[str]]:
-    """What the options in front of the program ask for, and the program."""
+    """Return what the options in front of the program ask for, and the program."""
     options = list(takewhile({DROP_IN, TRAFFIC}.__contains__, command))
     drop_in = DropIn(is_wanted=DROP_IN in options, is_recorded=TRAFFIC in options)
     return drop_in, command[len(options) :]
@@ -132,7 +135,7 @@ def _report_exits_at_once() -> None:
 
 
 def _must_finalize() -> bool:
-    """Whether MPI has been initialized and not finalized."""
+    """Return whether MPI has been initialized and not finalized."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized()
 
@@ -144,7 +147,7 @@ def _line_buffer_stdout() -> None:
 
 
 def _status(error: BaseException) -> int:
-    """The exit status of the rank after this exception.
+    """Return the exit status of the rank after this exception.
 
     Python ends with an exit code modulo 256.  A code that is not 0 is a failure all the same, and
     mpi4py aborts the job: it must not become a 0.

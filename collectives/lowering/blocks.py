@@ -36,24 +36,27 @@ class _Touched(NamedTuple):
     written: Span
 
     def conflicts(self, other: _Touched) -> bool:
-        """Whether the order of two operations matters to some byte."""
+        """Return whether the order of two operations matters to some byte."""
         is_hit = any(self.written.overlaps(span) for span in (*other.read, other.written))
         return is_hit or any(other.written.overlaps(span) for span in self.read)
 
 
 def can_be_kernel(program: DeviceProgram) -> bool:
-    """Whether one kernel can run a device program; it can send no message through the host."""
+    """Return whether one kernel can run a device program.
+
+    It can send no message through the host.
+    """
     return all(operation.kind in IN_KERNELS for operation in program.operations)
 
 
 def in_steps(program: DeviceProgram, memory: Spans) -> Iterator[Step]:
-    """The operations of a rank as those of a kernel.
+    """Yield the operations of a rank as those of a kernel.
 
     A signal comes after all that the blocks have done before.  An operation that reads or writes
     comes after those of the other blocks that write or use the same bytes, because different
     blocks may have the same byte in two operations.
 
-    `memory`: of the rank.
+    `memory` is that of the rank.
     """
     since_barrier: list[_Touched] = []
     for operation in program.operations:
@@ -71,7 +74,7 @@ def in_steps(program: DeviceProgram, memory: Spans) -> Iterator[Step]:
 
 
 def _touched(operation: DeviceOperation, memory: Spans) -> _Touched | None:
-    """What an operation reads and writes of its rank; None if it only signals or awaits."""
+    """Return what an operation reads and writes of its rank; None if it only signals or awaits."""
     target, size = operation.target, operation.size
     if target is None:
         return None
@@ -81,14 +84,16 @@ def _touched(operation: DeviceOperation, memory: Spans) -> _Touched | None:
     return _Touched(read, written)
 
 
-# The blocks, for the proof
-
-
 class Shares(NamedTuple):
     """How the blocks of a kernel share its operations, in the proof.
 
-    `num_blocks`: of each rank.  `units`: the elements that a thread has at a time, of each of the
-    operations in turn; the last of an array, which are fewer, are taken one by one.
+    Attributes
+    ----------
+    num_blocks : int
+        Of each rank.
+    units : sequence of int
+        The elements that a thread has at a time, of each of the operations in turn; the last of an
+        array, which are fewer, are taken one by one.
     """
 
     num_blocks: int
@@ -97,7 +102,7 @@ class Shares(NamedTuple):
     def of(
         self, operation: DeviceOperation, at: int, block: int, itemsize: int
     ) -> Iterator[DeviceOperation]:
-        """The parts of an operation that a block has; a block has one thread.
+        """Yield the parts of an operation that a block has; a block has one thread.
 
         `at`: the number of the operation.
         """
@@ -112,7 +117,7 @@ class Shares(NamedTuple):
 
 
 def _part(operation: DeviceOperation, start: int, size: int) -> DeviceOperation:
-    """An operation on some of its bytes."""
+    """Return an operation on some of its bytes."""
     assert operation.target is not None
     target, *operands = (
         place._replace(offset=place.offset + start)
@@ -124,9 +129,10 @@ def _part(operation: DeviceOperation, start: int, size: int) -> DeviceOperation:
 def in_blocks(
     programs: Sequence[Sequence[Step]], shares: Shares, itemsize: int
 ) -> list[DeviceProgram]:
-    """What each block of each rank does, as a device program; the blocks are numbered by rank.
+    """Return what each block of each rank does, as device programs.
 
-    Blocks wait for each other by counters of their own, also where the kernel begins and ends.
+    The blocks are numbered by rank.  They wait for each other by counters of their own, also where
+    the kernel begins and ends.
     """
     return [
         DeviceProgram(tuple(_of_block(steps, rank, block, shares, itemsize)))
@@ -138,7 +144,7 @@ def in_blocks(
 def _of_block(
     steps: Sequence[Step], rank: int, block: int, shares: Shares, itemsize: int
 ) -> Iterator[DeviceOperation]:
-    """What a block does."""
+    """Yield what a block does."""
     num_blocks, num_barriers = shares.num_blocks, 1
     yield from _barrier(rank, block, num_blocks, 1)
     for at, (operation, is_after_barrier) in enumerate(steps):
@@ -155,7 +161,7 @@ def _of_block(
 
 
 def _barrier(rank: int, block: int, num_blocks: int, number: int) -> Iterator[DeviceOperation]:
-    """A block waits for the others of its rank, each of which waits for it."""
+    """Yield how a block waits for the others of its rank, each of which waits for it."""
     first = rank * num_blocks
     others = [first + other for other in range(num_blocks) if other != block]
     for kind in SYNCHRONIZING:

@@ -1,4 +1,4 @@
-"""Joins a chain of combinations into one operation, which reads each of its operands once."""
+"""Join a chain of combinations into one operation, which reads each of its operands once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collectives.lowering.spans import Spans
 
 
 def fused(operations: Iterable[DeviceOperation], spans: Spans) -> list[DeviceOperation]:
-    """The operations of a rank, with combinations that continue the one before them joined to it.
+    """Return the operations of a rank, with each combination joined to the one that it continues.
 
     Between the two may be signals that something was read: they come after both.
     """
@@ -32,7 +32,10 @@ def _is_acknowledgement(operation: DeviceOperation) -> bool:
 
 
 def _continues(first: DeviceOperation, second: DeviceOperation, spans: Spans) -> bool:
-    """Whether the second combines the result of the first with one other operand, in its place."""
+    """Return whether the second combines the result of the first with one other operand.
+
+    The second writes to the place of the first.
+    """
     is_chain = first.kind == second.kind == DeviceKind.COMBINE
     if not is_chain or len(first.operands) == MOST_OPERANDS:
         return False
@@ -46,12 +49,12 @@ def _continues(first: DeviceOperation, second: DeviceOperation, spans: Spans) ->
 
 
 def _other(first: DeviceOperation, second: DeviceOperation) -> Place:
-    """The operand of the second combination that is not the result of the first."""
+    """Return the operand of the second combination that is not the result of the first."""
     return second.operands[second.operands[0] == first.target]
 
 
 def _chain(first: DeviceOperation, second: DeviceOperation) -> DeviceOperation:
-    """Both as one: the other operand of the second is the last of the first."""
+    """Return both as one: the other operand of the second is the last of the first."""
     other = _other(first, second)
     is_left = second.operands[0] == other
     return first._replace(

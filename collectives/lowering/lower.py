@@ -1,4 +1,4 @@
-"""Lowers programs: the rows of messages become operations of devices.
+"""Lower programs: the rows of messages become operations of devices.
 
 A receive is a copy out of the sender's memory.  The copy is left out, and the only row that reads
 what was received reads it where it lies, unless that could let ranks wait for each other in a
@@ -33,15 +33,24 @@ def lower(
     staged: Collection[tuple[int, int]] = frozenset(),
     is_barrier: bool = False,
 ) -> list[DeviceProgram]:
-    """The device programs of all ranks.
+    """Return the device programs of all ranks.
 
-    - `programs`: of each rank; None for ranks on other hosts, with which all messages are staged,
-      and which get an empty device program.
-    - `aliasings`: of each rank; see `programs.placement.compile_lane`.
-    - `staged`: the pairs of ranks, the lower one first, that cannot read each other's memory.
-    - `is_barrier`: whether messages of no bytes order ranks; else they are left out.
+    Parameters
+    ----------
+    programs : sequence of (Program or None)
+        Of each rank; None for ranks on other hosts, with which all messages are staged, and which
+        get an empty device program.
+    aliasings : sequence of Aliasing
+        Of each rank; see `programs.placement.compile_lane`.
+    staged : collection of tuple of int
+        The pairs of ranks, the lower one first, that cannot read each other's memory.
+    is_barrier : bool
+        Whether messages of no bytes order ranks; else they are left out.
 
-    Raises ScheduleError if a rank receives what nobody sends, or if ranks wait for each other.
+    Raises
+    ------
+    ScheduleError
+        If a rank receives what nobody sends, or if ranks wait for each other.
     """
     memories = [
         Spans(aliasing, 1 if program is None else program.itemsize)
@@ -64,7 +73,7 @@ def lower(
 
 
 def _sends_to(ranks: Sequence[Sequence[DeviceOperation]], sender: int) -> list[DeviceOperation]:
-    """The sends of what ranks receive from a rank on another host."""
+    """Return the sends of what ranks receive from a rank on another host."""
     return [
         DeviceOperation(DeviceKind.SEND, operation.round, operation.counter, operation.value)
         for operations in ranks
@@ -106,17 +115,17 @@ class _Calls:
         return self._rows[self.rank]
 
     def is_staged(self, peer: int) -> bool:
-        """Whether messages between this rank and a peer go through host memory."""
+        """Return whether messages between this rank and a peer go through host memory."""
         pair = min(self.rank, peer), max(self.rank, peer)
         return peer in self._elsewhere or pair in self._staged
 
     def sent(self, message: MessageId, size: int) -> Place:
-        """Where a message that this rank receives lies in the memory of its sender."""
+        """Return where a message that this rank receives lies in the memory of its sender."""
         peer, number = message
-        found = self._sent_to_me[peer][number - 1 : number]
-        if [row.size for row in found] != [size]:
+        sends = self._sent_to_me[peer][number - 1 : number]
+        if [row.size for row in sends] != [size]:
             raise ScheduleError(f"rank {self.rank} receives what rank {peer} never sends")
-        return Place(peer, found[0].buffer, found[0].offset)
+        return Place(peer, sends[0].buffer, sends[0].offset)
 
 
 class _NeedsCopyError(Exception):
@@ -127,7 +136,7 @@ class _NeedsCopyError(Exception):
 
 
 def _operations(call: _Calls, memory: Spans) -> list[DeviceOperation]:
-    """The operations of one rank; the values of counters are the numbers of messages."""
+    """Return the operations of one rank; the values of counters are the numbers of messages."""
     copied: set[MessageId] = set()
     while True:
         try:
@@ -139,9 +148,15 @@ def _operations(call: _Calls, memory: Spans) -> list[DeviceOperation]:
 class _Lowering:
     """One walk over the rows of a rank.
 
-    `copied`: the messages that are copied out of the sender's memory when they are there.
-    `remote`: the messages that are still in the sender's memory, by the span in which they were to
-    be received.  `unread`: the messages of this rank that peers may not have read yet.
+    Attributes
+    ----------
+    copied : frozenset of MessageId
+        The messages that are copied out of the sender's memory when they are there.
+    remote : dict of Span to (MessageId, Place)
+        The messages that are still in the sender's memory, by the span in which they were to be
+        received.
+    unread : list of (MessageId, Span)
+        The messages of this rank that peers may not have read yet.
     """
 
     def __init__(self, call: _Calls, memory: Spans, copied: frozenset[MessageId]) -> None:
@@ -228,7 +243,7 @@ class _Lowering:
                 self._acknowledge(message)
 
     def _has_one_reader(self, start: int, span: Span) -> bool:
-        """Whether, of the rows from `start` on, one copy or combination alone needs the span.
+        """Return whether one copy or combination alone needs the span, of the rows from `start` on.
 
         It reads exactly the span, before anything else is written there.
         """
@@ -236,7 +251,7 @@ class _Lowering:
         for row, read, written in islice(self.accesses, start, None):
             if row.kind == Kind.WAIT or not row.size:
                 continue
-            if touched := {each for each in read if each.overlaps(span)}:
+            if touched := {operand for operand in read if operand.overlaps(span)}:
                 is_reader = row.kind in (Kind.COPY, Kind.COMBINE) and touched == {span}
                 if has_reader or not is_reader:
                     return False

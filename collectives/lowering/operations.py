@@ -90,7 +90,7 @@ class DeviceOperation(NamedTuple):
         return text.rstrip()
 
     def _expression(self) -> str:
-        """The operands from the first one on the left to the last one on the right."""
+        """Return the operands from the first one on the left to the last one on the right."""
         lefts = [x for k, x in enumerate(self.operands) if self.lefts >> k & 1]
         rights = [x for k, x in enumerate(self.operands) if not self.lefts >> k & 1]
         return ", ".join(map(str, lefts[::-1] + rights))
@@ -118,7 +118,7 @@ class DeviceProgram:
         return sum(1 if is_batch else len([*group]) for is_batch, group in groups)
 
     def num_scratch(self, rank: int) -> int:
-        """The bytes of its own scratch that the rank of this program reads and writes."""
+        """Return the bytes of its own scratch that the rank of this program reads and writes."""
         ends = [
             place.offset + operation.size
             for operation in self.operations

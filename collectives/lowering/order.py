@@ -32,9 +32,9 @@ class Event(NamedTuple):
 def in_order(
     ranks: Operations, ignored: Container[tuple[int, int]] = frozenset()
 ) -> Iterator[Event]:
-    """All operations of all ranks, each after those that certainly come before it.
+    """Yield all operations of all ranks, each after those that certainly come before it.
 
-    `ignored`: (rank, index) of awaits that let everything pass.
+    `ignored` has (rank, index) of awaits that let everything pass.
 
     Raises ScheduleError if ranks wait for each other in a circle, or for what nobody signals.
     """
@@ -63,24 +63,27 @@ def in_order(
 
 
 def _causes(ranks: Operations) -> dict[Counter, tuple[list[int], list[int]]]:
-    """The values that each counter takes, and the indices of the operations that raise it."""
-    found: dict[Counter, tuple[list[int], list[int]]] = {}
+    """Return what raises each counter.
+
+    For each, they are the values that it takes, and the indices of the operations that raise it.
+    """
+    causes: dict[Counter, tuple[list[int], list[int]]] = {}
     for operations in ranks:
         for index, operation in enumerate(operations):
             if operation.kind in RAISING:
                 assert operation.counter is not None
-                values, indices = found.setdefault(operation.counter, ([], []))
+                values, indices = causes.setdefault(operation.counter, ([], []))
                 if values and values[-1] >= operation.value:
                     raise ScheduleError(f"the counter {operation.counter} goes back")
                 values.append(operation.value)
                 indices.append(index)
-    return found
+    return causes
 
 
 def _cause_of(
     operation: DeviceOperation, causes: dict[Counter, tuple[list[int], list[int]]]
 ) -> tuple[int, int] | None:
-    """The first operation that lets one pass that waits."""
+    """Return the first operation that lets one pass that waits."""
     counter = operation.counter
     assert counter is not None
     values, indices = causes.get(counter, ([], []))
@@ -108,12 +111,12 @@ class Clocks:
                 np.maximum(clock, self.of(*cause), out=clock)
 
     def of(self, rank: int, at: int) -> Clock:
-        """The clock of an operation; at -1, of the beginning of the call."""
+        """Return the clock of an operation; at -1, of the beginning of the call."""
         clock: Clock = self._at[rank][at + 1]
         return clock
 
     def precedes(self, rank: int, at: int, other: int, other_at: int) -> bool:
-        """Whether an operation of one rank certainly comes before one of another.
+        """Return whether an operation of one rank certainly comes before one of another.
 
         An index of -1 is the beginning of the call; one behind the last operation, its end.
         """

@@ -16,11 +16,11 @@ class Span(NamedTuple):
     stop: float
 
     def overlaps(self, other: Span) -> bool:
-        """Whether the two have a byte in common."""
+        """Return whether the two have a byte in common."""
         return self.memory == other.memory and self.start < other.stop and other.start < self.stop
 
     def covers(self, other: Span) -> bool:
-        """Whether every byte of the other one is in this one."""
+        """Return whether every byte of the other one is in this one."""
         return self.memory == other.memory and self.start <= other.start and other.stop <= self.stop
 
 
@@ -34,7 +34,10 @@ class Spans:
         self._aliasing, self._itemsize = aliasing, itemsize
 
     def span(self, buffer: int, offset: int, size: int) -> Span:
-        """The bytes of a region; the input is a part of the output's memory if they overlap."""
+        """Return the bytes of a region.
+
+        The input is a part of the output's memory if they overlap.
+        """
         if buffer != INPUT or self._aliasing == "none" or size == 0:
             return Span(buffer, offset, offset + size)
         if self._aliasing == "odd":  # it may be any byte of the output
@@ -43,16 +46,16 @@ class Spans:
         return Span(OUTPUT, start, start + size)
 
     def written(self, row: Row) -> Span:
-        """What a row that receives, copies, combines or divides writes."""
+        """Return what a row that receives, copies, combines or divides writes."""
         return self.span(row.buffer, row.offset, row.size)
 
     def read(self, row: Row) -> tuple[Span, ...]:
-        """What a row reads."""
+        """Return what a row reads."""
         return tuple(self.span(*region) for region in regions_read(row))
 
 
 def regions_read(row: Row) -> tuple[tuple[int, int, int], ...]:
-    """The buffer, the offset and the bytes of each region that a row reads."""
+    """Return the buffer, the offset and the bytes of each region that a row reads."""
     own, left = (row.buffer, row.offset, row.size), (row.left, row.left_offset, row.size)
     if row.kind in (Kind.SEND, Kind.DIVIDE):
         return (own,)

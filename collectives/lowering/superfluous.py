@@ -1,4 +1,4 @@
-"""Leaves out awaits and signals without which every read still has its place in the order.
+"""Leave out awaits and signals without which every read still has its place in the order.
 
 A device must read a peer's data after it was written and before it is overwritten: within the call,
 or by the peer's caller before and after the call.
@@ -30,7 +30,7 @@ from collectives.schedule import ScheduleError
 def without_superfluous(
     ranks: Operations, memories: Sequence[Spans], *, is_barrier: bool
 ) -> list[list[DeviceOperation]]:
-    """The operations without the awaits that no required order needs, one after another.
+    """Return the operations without the awaits that no required order needs, one after another.
 
     Raises ScheduleError if the operations do not have all orders that they need.
     """
@@ -40,9 +40,6 @@ def without_superfluous(
         if operation.kind == DeviceKind.AWAIT:
             search.try_without(rank, at)
     return _renumbered(ranks, search.ignored)
-
-
-# What is required
 
 
 class Before(NamedTuple):
@@ -57,7 +54,7 @@ class Before(NamedTuple):
 def _requirements(
     clocks: Clocks, memories: Sequence[Spans], *, is_barrier: bool
 ) -> dict[Before, None]:
-    """The orders between ranks that a call needs, and that its operations have."""
+    """Return the orders between ranks that a call needs, and that its operations have."""
     written = [
         [*_written(operations, memory)]
         for operations, memory in zip(clocks.ranks, memories, strict=True)
@@ -82,7 +79,7 @@ def _span(place: Place, size: int, memories: Sequence[Spans]) -> Span:
 
 
 def _written(operations: Sequence[DeviceOperation], memory: Spans) -> Iterator[tuple[int, Span]]:
-    """The operations that write, with what they write."""
+    """Yield the operations that write, with what they write."""
     for at, operation in enumerate(operations):
         if operation.target is not None:
             _, buffer, offset = operation.target
@@ -97,7 +94,7 @@ def _around(
     written: Sequence[Sequence[tuple[int, Span]]],
     clocks: Clocks,
 ) -> Iterator[Before]:
-    """That the owner's last write before a read comes before it, and the next one after it."""
+    """Yield the orders of a read: after the owner's last write there, and before the next one."""
     earlier, later = -1, len(clocks.ranks[owner])
     for writer, target in written[owner]:
         if target.overlaps(span):
@@ -107,9 +104,6 @@ def _around(
             earlier = writer
     yield Before(owner, earlier, rank, at)
     yield Before(rank, at, owner, later)
-
-
-# What is left out
 
 
 class _Search:
@@ -156,7 +150,7 @@ class _Search:
                     heappush(turns, self._turns[later])
 
     def _clock(self, rank: int, at: int) -> Clock:
-        """The clock of an operation, from those before it."""
+        """Return the clock of an operation, from those before it."""
         cause = self._clocks.events[self._turns[rank, at]].cause
         clock = self._clocks.of(rank, at - 1).copy()
         clock[rank] = at + 2
@@ -173,7 +167,7 @@ class _Search:
 def _renumbered(
     ranks: Operations, ignored: Container[tuple[int, int]]
 ) -> list[list[DeviceOperation]]:
-    """The operations without some awaits, and without signals that none of the others needs.
+    """Return the operations without some awaits, and without signals that none of the others needs.
 
     The signals of each counter then have the values 1, 2, ..., and the last one is awaited.
     """

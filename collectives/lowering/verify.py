@@ -1,4 +1,4 @@
-"""Proves device programs: every read is in order with every write, and finds what programs say.
+"""Prove device programs: every read is in order with every write, and finds what programs say.
 
 Elements are random words of 64 bits, and so is what a combination or a division makes of them; it
 depends on the order of the operands.  So a result is right only if it comes from the same elements,
@@ -81,7 +81,7 @@ class _Layout:
         self.output = slice(shift - first, shift - first + num_output)
 
     def part(self, buffer: int, offset: int, size: int) -> slice:
-        """The words of a region."""
+        """Return the words of a region."""
         start = self.starts[buffer] + offset // self.itemsize
         stop = start + size // self.itemsize
         assert 0 <= start <= stop <= self.num_words, "a region lies outside of its buffer"
@@ -89,30 +89,27 @@ class _Layout:
 
 
 def _contents(call: int, rank: int, num_words: int) -> Words:
-    """What the caller of a rank writes before a call."""
+    """Return what the caller of a rank writes before a call."""
     random = np.random.default_rng((call, rank))
     words: Words = random.integers(0, 2**64, num_words, np.uint64)
     return words
 
 
 def _combined(left: Words, right: Words) -> Words:
-    """A word for each pair of words, in this order."""
+    """Return a word for each pair of words, in this order."""
     mixed: Words = left * _FACTORS[0] + (right ^ (right >> np.uint64(29))) * _FACTORS[1]
     mixed ^= mixed >> np.uint64(32)
     return mixed
 
 
 def _divided(words: Words) -> Words:
-    """A word for each word that is divided."""
+    """Return a word for each word that is divided."""
     changed: Words = words * _FACTORS[2] + _FACTORS[0]
     return changed
 
 
-# What the programs say
-
-
 def _results(number: int, call: LoweredCall) -> list[Words]:
-    """The outputs of all ranks if the programs run as they are meant, with messages."""
+    """Return the outputs of all ranks if the programs run as they are meant, with messages."""
     layouts = [*map(_Layout, call.sizes, call.programs)]
     memories = [_contents(number, rank, x.num_words) for rank, x in enumerate(layouts)]
     queues: dict[tuple[int, int], deque[Words]] = {}
@@ -171,9 +168,6 @@ def _work(row: Row, layout: _Layout, words: Words) -> None:
     words[here] = value
 
 
-# What the devices do
-
-
 class _Watched:
     """The memory of a rank, and when each agent has read or written each of its words.
 
@@ -186,7 +180,7 @@ class _Watched:
         self._read_at, self._written_at = np.zeros((2, len(names), num_words), np.int64)
 
     def read(self, agent: int, clock: Clock, part: slice) -> Words:
-        """What an agent finds there."""
+        """Return what is there, for an agent that reads it."""
         if (other := _later(self._written_at[:, part], clock)) is not None:
             names = self._names[agent], self._names[other]
             raise ScheduleError("{} reads what {} may write at the same time".format(*names))
@@ -204,7 +198,10 @@ class _Watched:
 
 
 def _later(times: Clock, clock: Clock) -> int | None:
-    """An agent with a time that does not certainly come before the clock, if there is one."""
+    """Return an agent with a time that does not certainly come before the clock.
+
+    None if there is no such agent.
+    """
     late = np.flatnonzero((times > clock[:, None]).any(axis=1))
     return int(late[0]) if late.size else None
 
@@ -215,9 +212,14 @@ class _Run:
     An agent is what has its operations in one order: the device of a rank, or each of the blocks of
     its kernel.
 
-    `clocks`: for each agent, how much each agent has certainly done before what this one does now.
-    `call_of`: the call that each agent has begun.  `starts`: the clock of the first agent of each
-    rank at that moment.
+    Attributes
+    ----------
+    clocks : array
+        For each agent, how much each agent has certainly done before what this one does now.
+    call_of : list of int
+        The call that each agent has begun.
+    starts : array
+        The clock of the first agent of each rank at that moment.
     """
 
     def __init__(self, calls: Sequence[LoweredCall]) -> None:
@@ -237,7 +239,7 @@ class _Run:
         self.sent: dict[tuple[Counter, int], Words] = {}
 
     def _names(self, size: int) -> Iterator[str]:
-        """How the agents are called."""
+        """Yield how the agents are called."""
         for rank, block in product(range(size), range(self.num_blocks)):
             yield f"block {block} of rank {rank}" if self.num_blocks > 1 else f"rank {rank}"
 
@@ -264,13 +266,13 @@ class _Run:
         self.call_of[agent] += 1
 
     def _return(self, agent: int, rank: int) -> None:
-        """What a caller does between two calls: read the output, and write everything."""
+        """Do what a caller does between two calls: read the output, and write everything."""
         number, memory, clock = self.call_of[agent], self.memories[rank], self.clocks[agent]
         clock[agent] += 1
         if number >= 0:
             self._check_end(agent, number)
-            found = memory.read(agent, clock, self.layouts[number][rank].output)
-            if not np.array_equal(found, self.results[number][rank]):
+            output = memory.read(agent, clock, self.layouts[number][rank].output)
+            if not np.array_equal(output, self.results[number][rank]):
                 raise ScheduleError(f"rank {rank} gets another result than its program says")
         number += 1
         clock[agent] += 1
@@ -282,14 +284,14 @@ class _Run:
         memory.write(agent, clock, slice(None), words)
 
     def _check_end(self, agent: int, number: int) -> None:
-        """That every rank has come to a barrier that this one leaves."""
+        """Check that every rank has come to a barrier that this one leaves."""
         starts, clock = self.starts[number], self.clocks[agent][:: self.num_blocks]
         is_early = (starts == 0).any() or (clock < starts).any()
         if self.calls[number].is_barrier and is_early:
             raise ScheduleError("a rank may leave the barrier before another one has come")
 
     def _work(self, agent: int, operation: DeviceOperation) -> None:
-        """The data that an operation reads and writes."""
+        """Read and write the data of an operation."""
         target, size, rank = operation.target, operation.size, agent // self.num_blocks
         kind, operands = operation.kind, operation.operands
         if not size:
@@ -312,7 +314,7 @@ class _Run:
     def _value(
         self, agent: int, operation: DeviceOperation, values: Sequence[Words], part: slice
     ) -> Words:
-        """What an operation writes."""
+        """Return what an operation writes."""
         if operation.kind == DeviceKind.RECEIVE:
             assert operation.counter is not None
             return self.sent.pop((operation.counter, operation.value))
@@ -334,7 +336,7 @@ class _Run:
 def _one_after_another(
     calls: Sequence[LoweredCall],
 ) -> tuple[list[list[DeviceOperation]], list[list[int]]]:
-    """The operations of all calls, for each agent, and where those of each call end.
+    """Return the operations of all calls, for each agent, and where those of each call end.
 
     The counters go on from call to call.
     """

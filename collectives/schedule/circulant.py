@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 def skips(p: int) -> list[int]:
-    """1, ..., p: every distance is half of the next, rounded up."""
+    """Return 1, ..., p: every distance is half of the next, rounded up."""
     distances = [p]
     while distances[-1] > 1:
         distances.append((distances[-1] + 1) // 2)
@@ -31,10 +31,10 @@ Rounds = list[Transfer | None]
 
 @lru_cache(maxsize=4096)
 def transfers(r: int, p: int, num_pieces: int) -> tuple[Rounds, Rounds]:
-    """What rank `r` receives, and what it sends, in each of the N - 1 + q rounds from rank 0.
+    """Return what rank `r` receives, and what it sends, in each of the N - 1 + q rounds.
 
-    The schedule repeats every q rounds with the pieces numbered q higher; it begins in the middle
-    of a period so that it ends with one.
+    Rank 0 is the root.  The schedule repeats every q rounds with the pieces numbered q higher; it
+    begins in the middle of a period so that it ends with one.
     """
     distances = skips(p)
     q = len(distances) - 1
@@ -55,41 +55,43 @@ def transfers(r: int, p: int, num_pieces: int) -> tuple[Rounds, Rounds]:
 
 @lru_cache(maxsize=4096)
 def receive_schedule(p: int, r: int) -> tuple[int, ...]:
-    """The piece that rank `r` receives in round k = 0..q-1 of a period, negative: of one before.
+    """Return the piece that rank `r` receives in round k = 0..q-1 of a period.
 
-    Rank 0 sends piece k in round k.  A piece reaches r along distances that add up to p + r.  In
-    every round r takes the piece whose last hop is the longest way found that is still in time, and
-    every way found is shorter than the one before.  One depth-first search finds them all.
+    A negative piece is one of the period before.  Rank 0 sends piece k in round k.  A piece reaches
+    r along distances that add up to p + r.  In every round r takes the piece whose last hop is the
+    longest way found that is still in time, and every way found is shorter than the one before.
+    One depth-first search finds them all.
     """
     s = skips(p)
     q = len(s) - 1
     own, shortest = first_piece(p, r), 2 * p + 1
-    found: list[int] = []
+    hops: list[int] = []
 
     def search(way: int, below: int) -> None:
         """Extend `way` by distances of index less than `below`, until q hops are found."""
         nonlocal shortest
         for e in reversed(range(below)):
             longer = way + s[e]
-            if e == own or e in found or len(found) == q:
+            if e == own or e in hops or len(hops) == q:
                 continue
-            if longer > p + r - s[len(found)] or longer >= shortest:
+            if longer > p + r - s[len(hops)] or longer >= shortest:
                 continue
-            if longer <= p + r - s[len(found) + 1]:
+            if longer <= p + r - s[len(hops) + 1]:
                 search(longer, e)
-            if len(found) == q or way > p + r - s[len(found) + 1]:
+            if len(hops) == q or way > p + r - s[len(hops) + 1]:
                 return
             shortest = longer
-            found.append(e)
+            hops.append(e)
 
     search(0, q + 1)
-    return tuple(own if e == q else e - q for e in found)
+    return tuple(own if e == q else e - q for e in hops)
 
 
 def first_piece(p: int, r: int) -> int:
-    """The first piece that reaches `r`: the last distance if r is made of distances, longest first.
+    """Return the first piece that reaches `r`.
 
-    For rank 0, which has all pieces, the index of p itself.
+    It is the last distance if r is made of distances, longest first.  For rank 0, which has all
+    pieces, it is the index of p itself.
     """
     s = skips(p)
     index, rest = len(s) - 1, r

@@ -17,11 +17,19 @@ from collectives.schedule.rounds import Block
 
 
 class Case(NamedTuple):
-    """One instance of a collective: number of ranks, root (0 if it has none), number of pieces.
+    """One instance of a collective.
 
-    The pieces are those of the vector, or of every block where there is one for each rank.
-    `num_shards`: the number of logical shards of a reduction, of which each rank brings several;
-    0: each rank brings one contribution.
+    Attributes
+    ----------
+    size : int
+        The number of ranks.
+    root : int
+        0 if the collective has none.
+    num_pieces : int
+        The pieces of the vector, or of every block where there is one for each rank.
+    num_shards : int
+        The number of logical shards of a reduction, of which each rank brings several; 0: each rank
+        brings one contribution.
     """
 
     size: int
@@ -43,10 +51,19 @@ BlocksOf = Callable[[int, Case], Sequence[Block]]
 class Spec(NamedTuple):
     """A collective: the blocks rank r holds before and after it, and whether it reduces.
 
-    `is_rooted`: it takes a root.  `has_pieces`: its blocks are numbered pieces of one vector (as
-    many as the algorithm likes), otherwise there is one block per rank or per pair of ranks.
-    `takes(source, rank)`: whether what `source` brings to a reduction is part of rank's result;
-    None if it always is.
+    Attributes
+    ----------
+    before, after : function
+        Called with a rank and a `Case`; return the blocks in order.
+    is_rooted : bool
+        Whether it takes a root.
+    is_reduction : bool
+    has_pieces : bool
+        Whether its blocks are numbered pieces of one vector (as many as the algorithm likes);
+        otherwise there is one block per rank or per pair of ranks.
+    takes : function, optional
+        Called with `source` and `rank`; returns whether what `source` brings to a reduction is part
+        of the rank's result.  None if it always is.
     """
 
     before: BlocksOf
@@ -102,7 +119,7 @@ SPECS: dict[str, Spec] = {
 
 
 def before(collective: str, rank: int, case: Case) -> Sequence[Block]:
-    """The blocks, in order, that `rank` holds before the collective.
+    """Return the blocks, in order, that `rank` holds before the collective.
 
     The blocks of a logical shard have its number as their label.
     """
@@ -114,7 +131,7 @@ def before(collective: str, rank: int, case: Case) -> Sequence[Block]:
 
 
 def after(collective: str, rank: int, case: Case) -> Sequence[Block]:
-    """The blocks, in order, that `rank` must hold after the collective."""
+    """Return the blocks, in order, that `rank` must hold after the collective."""
     return _cut(SPECS[collective], SPECS[collective].after(rank, case), case)
 
 
@@ -125,7 +142,7 @@ def _cut(spec: Spec, blocks: Sequence[Block], case: Case) -> Sequence[Block]:
 
 
 def brought(collective: str, rank: int, case: Case) -> dict[Block, tuple[int, Block]]:
-    """What `rank` brings under each name: the contribution (source, block).
+    """Return what `rank` brings under each name: the contribution (source, block).
 
     The source is the rank, or the logical shard.
     """
@@ -136,7 +153,7 @@ def brought(collective: str, rank: int, case: Case) -> dict[Block, tuple[int, Bl
 
 
 def holders(collective: str, case: Case) -> dict[Block, list[int]]:
-    """For each block, the ranks (or shards) that have it before the collective, in order."""
+    """Return the ranks (or shards) that have each block before the collective, in order."""
     held: dict[Block, list[int]] = {}
     for rank in range(case.size):
         for source, block in brought(collective, rank, case).values():
@@ -145,6 +162,6 @@ def holders(collective: str, case: Case) -> dict[Block, list[int]]:
 
 
 def contributions(collective: str, rank: int, sources: Sequence[int]) -> Sequence[int]:
-    """Those of the sources of a block, in order, which `rank`'s result takes."""
+    """Return the sources of a block, in order, that the result of `rank` takes."""
     takes = SPECS[collective].takes
     return sources if takes is None else [source for source in sources if takes(source, rank)]

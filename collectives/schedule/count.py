@@ -1,4 +1,4 @@
-"""Counts the costs of schedules, with which every formula is compared.
+"""Count the costs of schedules, with which every formula is compared.
 
 Sizes may be in any unit, also fractions of bytes; where blocks are equal all results are exact.
 """
@@ -28,9 +28,10 @@ class Counts(NamedTuple):
 
 
 def even_sizes(collective: str, case: Case, n: int) -> dict[Block, Size]:
-    """The sizes of all blocks if a vector of `n` bytes is divided evenly, to a fraction of a byte.
+    """Return the sizes of all blocks if a vector of `n` bytes is divided evenly.
 
-    n is the whole vector; for all-to-all that of one rank's input.
+    Sizes may be fractions of a byte.  n is the whole vector; for all-to-all that of one rank's
+    input.
     """
     blocks = holders(collective, case)
     num_each = len(blocks) // (case.size if collective == "all_to_all" else 1)
@@ -47,18 +48,23 @@ class _SizeOfNames(dict[Block, Size]):
 
 
 def count(schedules: Sequence[Schedule], sizes: Mapping[Block, Size]) -> Counts:
-    """Count the schedules of all ranks; `sizes` has those of all blocks of the collective."""
+    """Return the costs of the schedules of all ranks.
+
+    `sizes` has the sizes of all blocks of the collective.
+    """
     sizes = _SizeOfNames(sizes)
     loads = [[_load(operations, sizes) for operations in schedule] for schedule in schedules]
     rounds = list(zip(*loads, strict=True))
-    totals = [[sum(each) for each in zip(*mine, strict=True)] for mine in loads if mine]
+    totals = [[sum(column) for column in zip(*mine, strict=True)] for mine in loads if mine]
     return Counts(
         rounds=len(rounds),
-        startups=sum(max(max(load.sends, load.receives) for load in each) for each in rounds),
+        startups=sum(max(max(load.sends, load.receives) for load in ranks) for ranks in rounds),
         messages=sum(total[0] for total in totals),
         max_bytes_per_rank=max((max(total[2:4]) for total in totals), default=0),
         total_bytes=sum(total[2] for total in totals),
-        critical_bytes=sum(max(max(load.sent, load.received) for load in each) for each in rounds),
+        critical_bytes=sum(
+            max(max(load.sent, load.received) for load in ranks) for ranks in rounds
+        ),
         reduction_bytes=max((total[4] for total in totals), default=0),
     )
 

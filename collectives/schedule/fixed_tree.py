@@ -23,12 +23,12 @@ class Merge(NamedTuple):
 
 
 def middle(start: int, stop: int) -> int:
-    """Where the tree over two or more leaves divides them."""
+    """Return where the tree over two or more leaves divides them."""
     return start + (1 << floor_log2(stop - start - 1))
 
 
 def merges(start: int, stop: int) -> Iterator[Merge]:
-    """All combinations of the tree over these leaves, each after those that it needs."""
+    """Yield all combinations of the tree over these leaves, each after those that it needs."""
     if stop - start > 1:
         at = middle(start, stop)
         yield from merges(start, at)
@@ -39,9 +39,14 @@ def merges(start: int, stop: int) -> Iterator[Merge]:
 class Division(NamedTuple):
     """The tree, whose leaves are divided evenly among ranks.
 
-    `within`: the combinations that each rank can make alone.  `between`: all others, in levels of
-    which none needs another of its own level.  `subtrees`: the first leaves of the subtrees that
-    remain on each rank when it has made its own.
+    Attributes
+    ----------
+    within : tuple of list of Merge
+        The combinations that each rank can make alone.
+    between : list of list of Merge
+        All others, in levels of which none needs another of its own level.
+    subtrees : tuple of list of int
+        The first leaves of the subtrees that remain on each rank when it has made its own.
     """
 
     within: tuple[list[Merge], ...]
@@ -51,7 +56,7 @@ class Division(NamedTuple):
 
 @lru_cache(maxsize=64)
 def divided(num_leaves: int, num_ranks: int) -> Division:
-    """The tree over all leaves, divided among the ranks: larger parts first."""
+    """Return the tree over all leaves, divided among the ranks: larger parts first."""
     parts = groups(num_leaves, num_ranks)
     owner = [rank for rank, leaves in enumerate(parts) for _ in leaves]
     within: tuple[list[Merge], ...] = tuple([] for _ in parts)
@@ -73,10 +78,10 @@ def divided(num_leaves: int, num_ranks: int) -> Division:
 
 
 def num_subtrees(p: int, num_shards: int) -> list[int]:
-    """The number of subtrees that remain on each rank."""
+    """Return the number of subtrees that remain on each rank."""
     return [len(starts) for starts in divided(num_shards or p, p).subtrees]
 
 
 def num_within(p: int, num_shards: int) -> list[int]:
-    """The number of combinations that each rank makes alone."""
+    """Return the number of combinations that each rank makes alone."""
     return [len(mine) for mine in divided(num_shards or p, p).within]

@@ -28,12 +28,22 @@ class Region(NamedTuple):
 
 
 def even_counts(num_elements: int, num_parts: int) -> tuple[int, ...]:
-    """Return the sizes of `num_parts` parts of `num_elements` rows or elements.
+    """Return the sizes of parts that differ by at most one.
 
-        collectives.even_counts(10, 4)      # (3, 3, 2, 2)
+    The larger parts come first, as in `numpy.array_split`.  Calls without `counts` divide rows in
+    this way.
 
-    They differ by at most one, and the larger parts come first, as in `numpy.array_split`.  Calls
-    without `counts` divide rows in this way.  Returns a tuple of ints.
+    Parameters
+    ----------
+    num_elements : int
+        The rows or elements that are divided.
+    num_parts : int
+
+    Examples
+    --------
+    >>> import collectives
+    >>> collectives.even_counts(10, 4)
+    (3, 3, 2, 2)
     """
     size, extra = divmod(num_elements, num_parts)
     return tuple(size + (part < extra) for part in range(num_parts))
@@ -42,7 +52,7 @@ def even_counts(num_elements: int, num_parts: int) -> tuple[int, ...]:
 def consecutive(
     buffer: Buffer, blocks: Iterable[Block], sizes: Mapping[Block, int], start: int = 0
 ) -> dict[Block, Region]:
-    """The regions of consecutive blocks in a buffer from `start` on, in the order given."""
+    """Return the regions of consecutive blocks in a buffer from `start` on, in the order given."""
     regions = {}
     for block in blocks:
         stop = start + sizes[original(block, sizes)]
@@ -52,10 +62,10 @@ def consecutive(
 
 
 def by_rank(counts: Sequence[int]) -> dict[Block, int]:
-    """Sizes of blocks that are named by number: block i has counts[i] elements."""
+    """Return sizes of blocks that are named by number: block i has counts[i] elements."""
     return dict(enumerate(counts))
 
 
 def by_pair(counts: Sequence[Sequence[int]]) -> dict[Block, int]:
-    """Sizes of the blocks (source, destination) of an all-to-all, from its p x p table."""
+    """Return sizes of the blocks (source, destination) of an all-to-all, from its p x p table."""
     return dict(zip(product(range(len(counts)), repeat=2), chain(*counts), strict=True))

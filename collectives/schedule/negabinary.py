@@ -18,7 +18,7 @@ from collectives.schedule.trees import Edge, Edges, ceil_log2
 
 
 def tree(vrank: int, size: int) -> Iterator[Edges]:
-    """The Bine tree on virtual ranks (root 0), far children first; yields the edges at `vrank`.
+    """Yield the edges at `vrank` of the Bine tree on virtual ranks (root 0), far children first.
 
     All ranks are a line around the ring that has the root one third from one of its ends.  In each
     round every line is cut in halves.  Its root keeps the half in which it stands, and a child gets
@@ -41,7 +41,10 @@ def tree(vrank: int, size: int) -> Iterator[Edges]:
 
 
 def _halves(line: range, root: int) -> tuple[range, range, int]:
-    """The half of a line with its root, the other half, and the rank that is one third into it."""
+    """Return the half of a line with its root, the other half, and the root of that.
+
+    The root of the other half is one third into it.
+    """
     num_kept = (len(line) + 1) // 2
     if root in line[:num_kept]:
         other = line[num_kept:]
@@ -54,24 +57,26 @@ def _halves(line: range, root: int) -> tuple[range, range, int]:
 
 
 def distance(step: int) -> int:
-    """1 - 2 + 4 - 8 ... with a term more in every step: 1, -1, 3, -5, 11, -21, ..."""
-    found: int = (1 - (-2) ** (step + 1)) // 3
-    return found
+    """Return 1 - 2 + 4 - 8 ... with a term more in every step: 1, -1, 3, -5, 11, -21, ..."""
+    total: int = (1 - (-2) ** (step + 1)) // 3
+    return total
 
 
 def partner(rank: int, size: int, step: int) -> int:
-    """The partner in a step of a butterfly: even ranks go `distance` ahead, odd ones as far back.
+    """Return the partner in a step of a butterfly.
 
-    With an even number of ranks, each is its partner's partner.
+    Even ranks go `distance` ahead, odd ones as far back.  With an even number of ranks, each is its
+    partner's partner.
     """
     return (rank + (distance(step) if rank % 2 == 0 else -distance(step))) % size
 
 
 def window(rank: int, num_steps: int) -> range:
-    """The 2**num_steps consecutive ranks that `rank` reaches in the first steps of a butterfly.
+    """Return the 2**num_steps consecutive ranks that `rank` reaches in the first steps.
 
-    An even rank reaches from 2 + 8 + 32 + ... behind it to 1 + 4 + 16 + ... ahead; an odd one is
-    mirrored.  Numbers below 0 and from the number of ranks on go around the ring.
+    The steps are those of a butterfly.  An even rank reaches from 2 + 8 + 32 + ... behind it to 1 +
+    4 + 16 + ... ahead; an odd one is mirrored.  Numbers below 0 and from the number of ranks on go
+    around the ring.
     """
     behind = sum(2**digit for digit in range(1, num_steps, 2))
     ahead = 2**num_steps - 1 - behind
@@ -80,17 +85,17 @@ def window(rank: int, num_steps: int) -> range:
 
 
 def is_inside(rank: int, window: range, size: int) -> bool:
-    """Whether a rank is in a window on the ring."""
+    """Return whether a rank is in a window on the ring."""
     return (rank - window.start) % size < len(window)
 
 
 def without(window: range, other: range, size: int) -> list[int]:
-    """The ranks of a window, in its order, that are not in the other one."""
+    """Return the ranks of a window, in its order, that are not in the other one."""
     return [rank % size for rank in window if not is_inside(rank, other, size)]
 
 
 def place(rank: int, size: int) -> int:
-    """The number of the piece that belongs to `rank`, for a power of two of ranks.
+    """Return the number of the piece that belongs to `rank`, for a power of two of ranks.
 
     The ranks that `rank` can still reach are all before the first step of a butterfly, half of them
     after it, then a quarter.  Pieces are numbered so that those of such a set are consecutive.
@@ -103,21 +108,21 @@ def place(rank: int, size: int) -> int:
 
 @lru_cache(maxsize=8)
 def routes(size: int) -> tuple[dict[int, int], ...]:
-    """The ways of blocks from rank 0 to each rank, with the last step of a butterfly first.
+    """Return the ways of blocks from rank 0 to each rank, with the last step of a butterfly first.
 
     The way to a rank maps each step in which its block moves to the rank that sends it.
     """
-    found = []
+    ways = []
     for destination in range(size):
         holder, moves = 0, {}
         for step in reversed(range(ceil_log2(size))):
             if not is_inside(destination, window(holder, step), size):
                 moves[step] = holder
                 holder = partner(holder, size, step)
-        found.append(moves)
-    return tuple(found)
+        ways.append(moves)
+    return tuple(ways)
 
 
 def num_hops(size: int) -> int:
-    """How many times the blocks of one rank move, all together, on these ways."""
+    """Return how many times the blocks of one rank move, all together, on these ways."""
     return sum(map(len, routes(size)))

@@ -24,11 +24,18 @@ Side = Literal["left", "right"]
 class Operation(NamedTuple):
     """One operation of one rank.  `Send`, `Recv`, `RecvReduce`, `Copy` and `CopyReduce` make them.
 
-    - `kind`: which of the five it is.
-    - `peer`: the rank at the other end; None for a copy.
-    - `blocks`: the names of the blocks, in order.
-    - `side`: where the incoming operand of a reduction stands; "left" means incoming (+) own.
-    - `into`: the names that the blocks get here, one for each; () if they keep theirs.
+    Attributes
+    ----------
+    kind : str
+        Which of the five it is: "send", "recv", "recv_reduce", "copy" or "copy_reduce".
+    peer : int or None
+        The rank at the other end; None for a copy.
+    blocks : tuple
+        The names of the blocks, in order.
+    side : str or None
+        Where the incoming operand of a reduction stands; "left" means incoming (+) own.
+    into : tuple
+        The names that the blocks get here, one for each; () if they keep theirs.
     """
 
     kind: Kind
@@ -98,9 +105,9 @@ class ScheduleError(Exception):
 
 
 def original(block: Block, known: Container[Block]) -> Block:
-    """The block of the collective whose value a name may stand for: labels are taken off.
+    """Return the block of the collective whose value a name may stand for.
 
-    Raises KeyError for a name that leads to no known block.
+    Labels are taken off.  Raises KeyError for a name that leads to no known block.
     """
     while block not in known:
         if not isinstance(block, tuple) or len(block) != 2:
@@ -110,17 +117,17 @@ def original(block: Block, known: Container[Block]) -> Block:
 
 
 def outgoing(operations: Round) -> list[Operation]:
-    """The operations of a round that send a message."""
+    """Return the operations of a round that send a message."""
     return [op for op in operations if op.kind == "send"]
 
 
 def incoming(operations: Round) -> list[Operation]:
-    """The operations of a round that receive a message."""
+    """Return the operations of a round that receive a message."""
     return [op for op in operations if op.kind in ("recv", "recv_reduce")]
 
 
 def local(operations: Round) -> list[Operation]:
-    """The operations of a round that follow its messages, in their order."""
+    """Return the operations of a round that follow its messages, in their order."""
     return [op for op in operations if op.peer is None]
 
 
@@ -128,19 +135,19 @@ _SYMBOL = {"send": ">", "recv": "<", "recv_reduce": "+", "copy": "=", "copy_redu
 
 
 def _name(block: Block) -> str:
-    """A block in a cell: names made of names are joined by dots."""
+    """Return a block in a cell: names made of names are joined by dots."""
     return ".".join(map(_name, block)) if isinstance(block, tuple) else str(block)
 
 
 def _word(op: Operation) -> str:
-    """One operation: `>3:0,1` sends blocks 0 and 1 to rank 3, `=0:x.0` copies 0 to x.0."""
+    """Return one operation: `>3:0,1` sends blocks 0 and 1 to rank 3, `=0:x.0` copies 0 to x.0."""
     names = [",".join(map(_name, blocks)) for blocks in (op.blocks, op.into) if blocks]
     peer = [] if op.peer is None else [str(op.peer)]
     return _SYMBOL.get(op.kind, f"{op.kind}?") + ":".join(peer + names)
 
 
 def _cell(operations: Round) -> str:
-    """Text of one cell: the operations of one rank in one round."""
+    """Return the text of one cell: the operations of one rank in one round."""
     return " ".join(map(_word, operations)) or "."
 
 
@@ -149,10 +156,26 @@ def grid(
     mark: tuple[int, int] | None = None,
     rounds: range | None = None,
 ) -> str:
-    """The schedules of all ranks, or of some, as a table: a row per rank and a column per round.
+    """Return the schedules of all ranks, or of some, as a table.
 
-    `mark` is the (rank, round) of a cell to point out; it is written between `[` and `]`.  Of the
-    rounds only those in `rounds` are shown, if it is given.
+    The table has a row for each rank, and a column for each round.
+
+    Parameters
+    ----------
+    schedules : sequence or mapping of int to Schedule
+        By rank.
+    mark : tuple of int, optional
+        The (rank, round) of a cell to point out; it is written between ``[`` and ``]``.
+    rounds : range, optional
+        Show only these rounds.
+
+    Examples
+    --------
+    >>> from collectives.schedule import Recv, Send, grid
+    >>> print(grid([[(Send(1, [0]),)], [(Recv(0, [0]),)]], mark=(1, 0)))
+    rank  round 0
+    0     >1:0
+    1     [<0:0]
     """
     if not isinstance(schedules, Mapping):
         schedules = dict(enumerate(schedules))

@@ -14,14 +14,32 @@ from collectives.schedule.layout import even_counts
 class Topology:
     """Which ranks share a host.  Hosts are numbered in the order of their lowest ranks.
 
-        Topology("aabbc").hosts                 # ((0, 1), (2, 3), (4,))
-        Topology.consecutive(6, 4).hosts        # ((0, 1, 2, 3), (4, 5))
+    Topologies are equal and hash alike if the same ranks share hosts.
 
-    - `keys`: a name or number for each rank, equal for ranks on the same host.
+    Parameters
+    ----------
+    keys : iterable
+        A name or number for each rank, equal for ranks on the same host.
 
-    `host_of` is the number of each rank's host, and `hosts` the ranks of each host, in their order.
-    Topologies are equal and hash alike if the same ranks share hosts.  Raises ValueError if there
-    is no rank.
+    Attributes
+    ----------
+    host_of : tuple of int
+        The number of each rank's host.
+    hosts : tuple of tuple of int
+        The ranks of each host, in their order.
+
+    Raises
+    ------
+    ValueError
+        If there is no rank.
+
+    Examples
+    --------
+    >>> from collectives import Topology
+    >>> Topology("aabbc").hosts
+    ((0, 1), (2, 3), (4,))
+    >>> Topology.consecutive(6, 4).hosts
+    ((0, 1, 2, 3), (4, 5))
     """
 
     host_of: tuple[int, ...]
@@ -41,11 +59,18 @@ class Topology:
     def consecutive(cls, size: int, per_host: int | Sequence[int]) -> Topology:
         """Return the topology of `size` ranks that fill one host after the other.
 
-        - `size`: the number of ranks.
-        - `per_host`: the ranks of each host, where the last host has what is left; or a sequence
-          of the numbers of ranks of all hosts.
+        Parameters
+        ----------
+        size : int
+            The number of ranks.
+        per_host : int or sequence of int
+            The ranks of each host, where the last host has what is left; or the numbers of ranks of
+            all hosts.
 
-        Raises ValueError if these are not positive, or do not add up to `size`.
+        Raises
+        ------
+        ValueError
+            If the numbers are not positive, or do not add up to `size`.
         """
         if isinstance(per_host, int):
             if per_host < 1:
@@ -65,7 +90,10 @@ class Topology:
         return Topology(self.host_of[rank] for rank in ranks)
 
     def __str__(self) -> str:
-        """As "4x2" (hosts x ranks), "3+2+1", or the host of each rank, such as "hosts 0,1,0"."""
+        """Return "4x2" (hosts x ranks) or "3+2+1".
+
+        If ranks of a host are not consecutive, return the host of each rank, such as "hosts 0,1,0".
+        """
         if not self.is_consecutive:
             return f"hosts {','.join(map(str, self.host_of))}"
         if self.is_even:
@@ -139,7 +167,7 @@ class Topology:
             zip(ranks, even_counts(self.max_per_host, len(ranks)), strict=True)
             for ranks in self.hosts
         ]
-        return [[rank for rank, count in each for _ in range(count)] for each in shares]
+        return [[rank for rank, count in of_host for _ in range(count)] for of_host in shares]
 
     @cached_property
     def _order(self) -> dict[int, int]:

@@ -8,21 +8,19 @@ from typing import NamedTuple, Protocol
 from collectives.schedule.layout import even_counts
 from collectives.schedule.rounds import Block, Operation, Recv, Round, Send
 
-# Logarithms
-
 
 def ceil_log2(p: int) -> int:
-    """Least q with 2**q >= p, for p >= 1."""
+    """Return the least q with 2**q >= p, for p >= 1."""
     return (p - 1).bit_length()
 
 
 def floor_log2(p: int) -> int:
-    """Greatest k with 2**k <= p, for p >= 1."""
+    """Return the greatest k with 2**k <= p, for p >= 1."""
     return p.bit_length() - 1
 
 
 def ceil_log(p: int, radix: int) -> int:
-    """Least q with radix**q >= p, for p >= 1 and radix >= 2."""
+    """Return the least q with radix**q >= p, for p >= 1 and radix >= 2."""
     q = 0
     while radix**q < p:
         q += 1
@@ -30,7 +28,7 @@ def ceil_log(p: int, radix: int) -> int:
 
 
 def power_within(p: int, radix: int) -> int:
-    """The greatest power of `radix` that is at most p, for p >= 1 and radix >= 2."""
+    """Return the greatest power of `radix` that is at most p, for p >= 1 and radix >= 2."""
     power = 1
     while power * radix <= p:
         power *= radix
@@ -38,12 +36,12 @@ def power_within(p: int, radix: int) -> int:
 
 
 def num_children(p: int, radix: int) -> int:
-    """The number of children of the root of a k-nomial tree of p ranks."""
+    """Return the number of children of the root of a k-nomial tree of p ranks."""
     return sum(min(radix - 1, (p - 1) // radix**k) for k in range(ceil_log(p, radix)))
 
 
 def num_hops(p: int, radix: int) -> int:
-    """The number of nonzero digits, in base `radix`, of all numbers below p.
+    """Return the number of nonzero digits, in base `radix`, of all numbers below p.
 
     That is the number of edges between the root of a k-nomial tree and each of its p nodes.
     """
@@ -56,26 +54,26 @@ def num_hops(p: int, radix: int) -> int:
 
 
 def exscan_turn(p: int) -> int:
-    """Least j with (2**j - 1) * 2**(q - j) >= p - 1: rounds of a minimal exscan that add one."""
+    """Return the least j with (2**j - 1) * 2**(q - j) >= p - 1.
+
+    So many rounds of a minimal exscan add one.
+    """
     q = ceil_log2(p)
     return next(j for j in range(q + 1) if (2**j - 1) * 2 ** (q - j) >= p - 1)
 
 
-# Distances
-
-
 def powers(p: int, radix: int = 2) -> list[int]:
-    """1, radix, radix**2, ... below p."""
+    """Return 1, radix, radix**2, ... below p."""
     return [radix**k for k in range(ceil_log(p, radix))]
 
 
 def groups(size: int, num_groups: int) -> list[range]:
-    """Consecutive ranks in groups whose sizes differ by one at most, larger groups first."""
-    found, start = [], 0
+    """Return consecutive ranks in groups whose sizes differ by one at most, larger groups first."""
+    ranges, start = [], 0
     for length in even_counts(size, num_groups):
-        found.append(range(start, start + length))
+        ranges.append(range(start, start + length))
         start += length
-    return found
+    return ranges
 
 
 # Trees in which a message serves the whole subtree of the rank that gets it
@@ -93,10 +91,11 @@ Edges = tuple[Edge, ...]
 
 
 def linear(rank: int, size: int, root: int, outstanding: int = 1) -> Iterator[Edges]:
-    """The star, `outstanding` children of the root in each round; yields the edges at `rank`.
+    """Yield the edges at `rank` of the star, with `outstanding` children in each round.
 
-    Ranks above the root come first, from the top, then those below it from rank 0.  Run backwards
-    the root meets its neighbours first, on both sides, so that it can combine in rank order.
+    Children above the root come first, from the top, then those below it from rank 0.  Run
+    backwards the root meets its neighbours first, on both sides, so that it can combine in rank
+    order.
     """
     children = [*reversed(range(root + 1, size)), *range(root)]
     for start in range(0, len(children), outstanding):
@@ -105,10 +104,10 @@ def linear(rank: int, size: int, root: int, outstanding: int = 1) -> Iterator[Ed
 
 
 def knomial(vrank: int, size: int, radix: int) -> Iterator[Edges]:
-    """The k-nomial tree on virtual ranks (root 0), far children first; yields the edges at `vrank`.
+    """Yield the edges at `vrank` of the k-nomial tree on virtual ranks (root 0).
 
-    In each round a rank has up to radix-1 children.  The subtree below a child is the interval of
-    ranks from the child on.
+    Far children come first.  In each round a rank has up to radix-1 children.  The subtree below a
+    child is the interval of ranks from the child on.
     """
     for distance in reversed(powers(size, radix)):
         parent = vrank - vrank % (radix * distance)
@@ -130,7 +129,7 @@ class End(Protocol):
 
 
 def down(rank: int, edge: End, blocks: Sequence[Block]) -> Operation:
-    """The operation of `rank`, at one end of the edge, that sends `blocks` down the edge."""
+    """Return the operation of `rank`, at one end of the edge, that sends `blocks` down the edge."""
     return Send(edge.child, blocks) if rank == edge.parent else Recv(edge.parent, blocks)
 
 
@@ -149,7 +148,7 @@ class Stream(NamedTuple):
 def pipelined(
     rank: int, streams: Sequence[Stream], period: int, num_rounds: int
 ) -> Iterator[Round]:
-    """The rounds of a rank at the ends of these streams."""
+    """Yield the rounds of a rank at the ends of these streams."""
     for number in range(num_rounds):
         passing = []
         for stream in streams:
@@ -160,17 +159,19 @@ def pipelined(
 
 
 def depth(num_nodes: int) -> int:
-    """Rounds until the first piece has reached the last node of a one-ported binary tree.
+    """Return the rounds until the first piece has reached the last node of a binary tree.
 
-    The children of node x (counted from 1) are 2x and 2x+1; they get it one and two rounds after x.
+    The tree is one-ported.  The children of node x (counted from 1) are 2x and 2x+1; they get the
+    piece one and two rounds after x.
     """
     return max((x.bit_length() + x.bit_count() - 2 for x in range(1, num_nodes + 1)), default=0)
 
 
 def binary(node: int, num_nodes: int) -> tuple[int, int, list[int]]:
-    """Parent, round of the first piece, and children, of a node of that tree, counted from 0.
+    """Return the parent, the round of the first piece, and the children of a node of that tree.
 
-    Relative to the round in which the root itself gets it: 0, whatever it is.
+    Nodes are counted from 0.  The round is relative to the one in which the root itself gets the
+    piece: 0, whatever it is.
     """
     x = node + 1
     children = [child for child in (2 * x - 1, 2 * x) if child < num_nodes]
@@ -178,10 +179,11 @@ def binary(node: int, num_nodes: int) -> tuple[int, int, list[int]]:
 
 
 def in_order(rank: int, size: int, root: int) -> tuple[int, int, list[int]]:
-    """Parent, round of the first piece, and children, in a binary tree that is in rank order.
+    """Return the parent, the round of the first piece, and the children in a binary tree.
 
-    The ranks below and above a node within its interval hang on its left and right, and the more
-    numerous are served first.  The root may be any rank, all others halve their intervals.
+    The tree is in rank order.  The ranks below and above a node within its interval hang on its
+    left and right, and the more numerous are served first.  The root may be any rank, all others
+    halve their intervals.
     """
     low, high, parent, node, time = 0, size, root, root, 0
     while True:

@@ -26,7 +26,7 @@ class Link(NamedTuple):
 
 @lru_cache(maxsize=64)
 def two_trees(size: int) -> tuple[Link, ...]:
-    """The edges of two binary trees over all ranks, fed by rank 0 in turn.
+    """Return the edges of two binary trees over all ranks, fed by rank 0 in turn.
 
     Every other rank has children in one of them at most, so that its edges can be coloured: in
     rounds of one colour a rank sends on one edge and receives on one at most.
@@ -44,7 +44,10 @@ def two_trees(size: int) -> tuple[Link, ...]:
 def _starts(
     tree: int, below: Mapping[tuple[int, int], list[Edge]], colour: Mapping[Edge, int]
 ) -> Iterator[tuple[Edge, int]]:
-    """Every edge of a tree, from its top, with the first round of its colour after its parent's."""
+    """Yield every edge of a tree, from its top, with the round of its first piece.
+
+    That is the first round of the edge's colour after the one in which the parent gets the piece.
+    """
     reached = [(0, -1)]
     for parent, arrival in reached:
         for edge in below.get((tree, parent), ()):
@@ -54,12 +57,18 @@ def _starts(
 
 
 def fill(size: int) -> int:
-    """Rounds until the first piece of both trees has reached all ranks: at most 2 ceil(log2 p)."""
+    """Return the rounds until the first piece of both trees has reached all ranks.
+
+    They are at most 2 ceil(log2 p).
+    """
     return max((link.start + 1 for link in two_trees(size)), default=0)
 
 
 def _in_order_parents(num_nodes: int) -> dict[int, int]:
-    """child -> parent of the in-order binary tree on 1..num_nodes; its top hangs on 0."""
+    """Return the parent of each node of the in-order binary tree on 1..num_nodes.
+
+    Its top hangs on 0.
+    """
     top = 1 << floor_log2(num_nodes) if num_nodes else 0
     parents = {top: 0} if num_nodes else {}
     for x in range(1, num_nodes + 1):
@@ -71,7 +80,7 @@ def _in_order_parents(num_nodes: int) -> dict[int, int]:
 
 
 def _other_parents(num_nodes: int) -> dict[int, int]:
-    """The same tree with its nodes mirrored, or shifted by one if they are odd in number."""
+    """Return the same tree with its nodes mirrored, or shifted by one if they are odd in number."""
 
     def other(x: int) -> int:
         return 0 if x == 0 else x % num_nodes + 1 if num_nodes % 2 else num_nodes + 1 - x
@@ -80,7 +89,7 @@ def _other_parents(num_nodes: int) -> dict[int, int]:
 
 
 def _two_colours(edges: Sequence[Edge]) -> dict[Edge, int]:
-    """A colour, 0 or 1, for each edge; edges with the same sender or receiver differ."""
+    """Return a colour, 0 or 1, for each edge; edges with the same sender or receiver differ."""
     at: dict[tuple[str, int], list[Edge]] = {}
     for edge in edges:
         at.setdefault(("sender", edge[1]), []).append(edge)

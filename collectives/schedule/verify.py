@@ -1,4 +1,4 @@
-"""Proves an algorithm for given p and root, by a run of all ranks on symbols.
+"""Prove an algorithm for given p and root, by a run of all ranks on symbols.
 
 The value of a block is the sequence of contributions (rank, block) it was combined from, and the
 way in which they were put together.  What is demanded is the specification's: every contribution
@@ -58,7 +58,10 @@ def verify_schedules(
     is_bitwise: bool = True,
     is_invariant: bool = False,
 ) -> None:
-    """Prove the schedules of all ranks of one collective, or raise `ScheduleError`."""
+    """Prove the schedules of all ranks of one collective.
+
+    Raises `ScheduleError` if they are wrong.
+    """
     run = _Run(collective, case, schedules)
     for number in range(run.num_rounds()):
         run.round(number)
@@ -70,7 +73,7 @@ def verify_schedules(
 
 
 def invalid_operation(op: Operation) -> str | None:
-    """Why an operation is invalid in any schedule, as text, or None."""
+    """Return why an operation is invalid in any schedule, as text, or None."""
     if op.kind not in KINDS:
         return f"there is no operation {op.kind!r}"
     if op.side not in SIDES[op.kind]:
@@ -95,7 +98,7 @@ def _invalid_copy(op: Operation) -> str | None:
 
 
 def _are_names(blocks: object, into: object) -> bool:
-    """Whether both can be names of blocks, which are keys of dictionaries."""
+    """Return whether both can be names of blocks, which are keys of dictionaries."""
     try:
         hash((blocks, into))
     except TypeError:
@@ -113,8 +116,8 @@ class _Run:
         self.check_operations()
         self.state: list[dict[Block, Value]] = [
             {
-                name: Value((each,), self.form(each))
-                for name, each in brought(collective, rank, case).items()
+                name: Value((contribution,), self.form(contribution))
+                for name, contribution in brought(collective, rank, case).items()
             }
             for rank in range(case.size)
         ]
@@ -180,7 +183,10 @@ class _Run:
         return messages
 
     def refuse_races(self, rank: int, number: int) -> None:
-        """A block may be received once a round; reductions into it are applied in order."""
+        """Fail if a block is received twice in a round.
+
+        Reductions into it may be several: they are applied in order.
+        """
         receives = incoming(self.schedules[rank][number])
         targets = [target for op in receives for target in op.targets]
         if len(set(targets)) == len(targets):
@@ -218,7 +224,7 @@ class _Run:
         self.put(rank, number, op, values)
 
     def move(self, rank: int, number: int, op: Operation) -> None:
-        """A copy, which may be combined; it reads all its blocks before it writes any."""
+        """Copy, and perhaps combine; all blocks are read before any is written."""
         self.put(rank, number, op, self.held(rank, number, op.blocks))
 
     def put(self, rank: int, number: int, op: Operation, values: Sequence[Value]) -> None:
@@ -231,7 +237,7 @@ class _Run:
         self.state[rank].update(zip(op.targets, values, strict=True))
 
     def check_names(self, rank: int, number: int, op: Operation) -> None:
-        """Every block gets one name, of a block of its size."""
+        """Check that every block gets one name, of a block of its size."""
         if len(op.blocks) != len(op.into):
             self.fail(rank, number, f"gives {len(op.blocks)} blocks {len(op.into)} names")
         for block, name in zip(op.blocks, op.into, strict=True):
@@ -261,7 +267,10 @@ class _Run:
         self.fail(rank, max(written, default=max(self.num_rounds() - 1, 0)), what)
 
     def demand_promise(self, is_ordered: bool) -> None:
-        """Every block due holds every contribution to it once, in rank order if promised."""
+        """Check that every block due holds every contribution to it once.
+
+        The contributions are in rank order if that is promised.
+        """
         right: dict[Block, tuple[object, object]] = {}  # what was found right on another rank
         for rank, state in enumerate(self.state):
             for block in after(self.collective, rank, self.case):
@@ -277,7 +286,10 @@ class _Run:
                 right[block] = got, sources
 
     def demand_same_bits(self) -> None:
-        """Ranks due the same contributions to a block have combined them in the same way."""
+        """Check that ranks combine in the same way.
+
+        Ranks due the same contributions to a block have combined them alike.
+        """
         first: dict[object, int] = {}
         for rank, state in enumerate(self.state):
             for block in after(self.collective, rank, self.case):
@@ -288,7 +300,7 @@ class _Run:
                     self.fail_at_end(rank, block, f"{what}: their last bits may differ")
 
     def demand_fixed_tree(self) -> None:
-        """Every block due was combined along the fixed tree over the contributions to it."""
+        """Check that every block due was combined along the fixed tree over its contributions."""
         forms: dict[object, int] = {}
         for rank, state in enumerate(self.state):
             for block in after(self.collective, rank, self.case):

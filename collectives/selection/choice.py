@@ -15,8 +15,15 @@ from collectives.schedule import SPECS, even_counts
 class Choice(NamedTuple):
     """An algorithm, its options, and the reason for the choice, as text.
 
-    `label`: the algorithm as a caller names it, with the options that were given.  `segments`: the
-    number of messages into which the engine cuts every message of the algorithm.
+    Attributes
+    ----------
+    algorithm : Algorithm
+    options : mapping of str to int or Topology
+    label : str
+        The algorithm as a caller names it, with the options that were given.
+    reason : str
+    segments : int
+        The number of messages into which the engine cuts every message of the algorithm.
     """
 
     algorithm: Algorithm
@@ -26,7 +33,7 @@ class Choice(NamedTuple):
     segments: int
 
     def spec(self, counts: Counts, itemsize: int = 1, root: int = 0) -> CallSpec:
-        """The description of a call with so many elements of `itemsize` bytes."""
+        """Return the description of a call with so many elements of `itemsize` bytes."""
         return CallSpec(
             self.algorithm.collective,
             self.algorithm,
@@ -39,7 +46,7 @@ class Choice(NamedTuple):
         )
 
     def direct_beside(self, staged: Choice) -> Direct | None:
-        """What this choice for devices makes of a call; None if it is what is staged."""
+        """Return what this choice for devices makes of a call; None if it is what is staged."""
         if (self.algorithm, self.options, self.segments) == (
             *(staged.algorithm, staged.options, staged.segments),
         ):
@@ -48,7 +55,7 @@ class Choice(NamedTuple):
 
 
 def even_parts(collective: str, size: int, num_bytes: int) -> Counts:
-    """The bytes of each part, if all are even; `num_bytes` is the n of the formulas."""
+    """Return the bytes of each part, if all are even; `num_bytes` is the n of the formulas."""
     if SPECS[collective].has_pieces:
         return num_bytes
     parts = even_counts(0 if collective == "barrier" else num_bytes, size)

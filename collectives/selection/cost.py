@@ -54,7 +54,7 @@ BUILT_IN = Machine(
 def price(
     programs: Sequence[Program], machine: Machine, hosts: Sequence[int] | None = None
 ) -> float:
-    """The predicted seconds of one call, from its programs on all ranks.
+    """Return the predicted seconds of one call, from its programs on all ranks.
 
     All ranks begin at the same time; the call ends when the last rank has ended.  `hosts`: the host
     of each rank; None: all are on the same host.
@@ -69,11 +69,12 @@ def price_call(
     machine: Machine | None,
     hosts: Sequence[int] | None = None,
 ) -> float:
-    """The predicted seconds of a call of `num_bytes` bytes (the n of the formulas) in even parts.
+    """Return the predicted seconds of a call of `num_bytes` bytes in even parts.
 
-    On a fitted machine it is simulated, up to MAX_SIMULATED ranks; for more ranks that would take
-    too long for a choice inside a call, and the formulas of the algorithm are used.  `machine`:
-    None if none was fitted: formulas, with rough costs.  All ranks compute the same number.
+    `num_bytes` is the n of the formulas.  On a fitted machine the call is simulated, up to
+    MAX_SIMULATED ranks; for more ranks that would take too long for a choice inside a call, and the
+    formulas of the algorithm are used.  `machine`: None if none was fitted: formulas, with rough
+    costs.  All ranks compute the same number.
     """
     if machine is None or size > MAX_SIMULATED:
         return price_by_formulas(choice, size, num_bytes, machine or BUILT_IN, hosts)
@@ -84,7 +85,7 @@ def price_call(
 def price_by_formulas(
     choice: Choice, size: int, num_bytes: int, machine: Machine, hosts: Sequence[int] | None = None
 ) -> float:
-    """Start-ups, bytes and bytes combined of the busiest rank, each at what it costs.
+    """Return the seconds of start-ups, bytes and bytes combined of the busiest rank.
 
     This is Hockney's model (1994; with combining, Thakur, Rabenseifner and Gropp 2005), with the
     costs of a message of the mean size between hosts, if there are several.  It ignores waiting and
@@ -96,8 +97,8 @@ def price_by_formulas(
         for formula in (of.startups, of.max_bytes_per_rank, of.reduction_bytes)
     )
     name = SAME_HOST if hosts is None or len(set(hosts)) == 1 else OTHER_HOST
-    each = most_bytes / startups if startups else 0.0
-    seconds = startups * machine.link(name, each).seconds(each)
+    message_bytes = most_bytes / startups if startups else 0.0
+    seconds = startups * machine.link(name, message_bytes).seconds(message_bytes)
     return machine.call_seconds + seconds + machine.combine_seconds_per_byte * combined
 
 
@@ -110,7 +111,7 @@ class Bound(NamedTuple):
 
 
 def lower_bound(collective: str, p: int, n: int, pieces: int = 1) -> Bound:
-    """Bounds for `p` ranks and a vector of `n` bytes.
+    """Return bounds for `p` ranks and a vector of `n` bytes.
 
     n is the size of the whole vector; for scatter and gather that of the root's buffer, for
     all-gather that of the result, for all-to-all that of one rank's input.  `pieces`: into how many
@@ -141,7 +142,7 @@ def lower_bound(collective: str, p: int, n: int, pieces: int = 1) -> Bound:
 
 
 def bounds_met(algorithm: Algorithm, sizes: Iterable[int] = range(1, 65)) -> list[str]:
-    """The bounds ("rounds", "bytes", "work") that the algorithm meets exactly at all `sizes`.
+    """Return the bounds that the algorithm meets exactly at all `sizes`: "rounds", "bytes", "work".
 
     Sizes that it does not serve are skipped, and it has its default options, with equally many
     ranks on each host.  A round in which a rank sends several messages counts several times.

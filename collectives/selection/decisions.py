@@ -57,7 +57,7 @@ class Ranks(NamedTuple):
 
     @property
     def in_words(self) -> str:
-        """As text, with its unit."""
+        """The numbers as text, with their unit."""
         return f"{self.number} ranks{self._on_hosts}"
 
     @property
@@ -68,8 +68,12 @@ class Ranks(NamedTuple):
 class Measured(NamedTuple):
     """A measurement on one number of ranks.
 
-    `facts`: texts that describe the measurement.  `tables`: the rows of each measured collective,
-    by size; the last row has no limit.
+    Attributes
+    ----------
+    facts : mapping of str to str
+        Texts that describe the measurement.
+    tables : mapping of str to tuple of Row
+        The rows of each measured collective, by size; the last row has no limit.
     """
 
     facts: Mapping[str, str]
@@ -80,8 +84,16 @@ class Measured(NamedTuple):
 class Decisions:
     """Measurements by numbers of ranks and hosts, and the fitted machine, if there is one.
 
-    `on_devices`: measurements on devices.  `where`: where all were measured, as text.  Equal only
-    to itself, so that it can be a cache key.
+    Decisions are equal only to themselves, so that they can be a cache key.
+
+    Attributes
+    ----------
+    measured : mapping of Ranks to Measured
+    fitted : Fitted or None
+    on_devices : mapping of Ranks to Measured
+        Measurements on devices.
+    where : str
+        Where all were measured, as text.
     """
 
     measured: Mapping[Ranks, Measured]
@@ -91,7 +103,10 @@ class Decisions:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Decisions:
-        """The decisions in a text of `to_json`.  Raises ValueError, with the place of an error."""
+        """Return the decisions in a text of `to_json`.
+
+        Raises ValueError, with the place of an error.
+        """
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -107,48 +122,48 @@ class Decisions:
         """The measurements on devices, alone; always the same object."""
         return Decisions(self.on_devices, where="on devices of ")
 
-    def including(self, ranks: Ranks, found: Measured) -> Decisions:
-        """These decisions and one more measurement; its tables replace those of as many ranks."""
+    def including(self, ranks: Ranks, measurement: Measured) -> Decisions:
+        """Return these decisions and one more measurement, in place of tables of as many ranks."""
         older = self.measured[ranks].tables if ranks in self.measured else {}
-        merged = found._replace(tables={**older, **found.tables})
+        merged = measurement._replace(tables={**older, **measurement.tables})
         return replace(self, measured={**self.measured, ranks: merged})
 
-    def including_devices(self, ranks: Ranks, found: Measured) -> Decisions:
-        """These decisions and one more measurement on devices; see `including`."""
-        return replace(self, on_devices=self.of_devices.including(ranks, found).measured)
+    def including_devices(self, ranks: Ranks, measurement: Measured) -> Decisions:
+        """Return these decisions and one more measurement on devices; see `including`."""
+        return replace(self, on_devices=self.of_devices.including(ranks, measurement).measured)
 
     def with_machine(self, fitted: Fitted) -> Decisions:
-        """These decisions with another machine."""
+        """Return these decisions with another machine."""
         return replace(self, fitted=fitted)
 
     def to_json(self) -> str:
-        """The decisions as JSON, in the order of the numbers of ranks."""
+        """Return the decisions as JSON, in the order of the numbers of ranks."""
         machine = None if self.fitted is None else machine_file.as_json(self.fitted)
         measured = {
-            name: {str(ranks): _as_dict(found[ranks]) for ranks in sorted(found)}
-            for name, found in (("measured", self.measured), (_ON_DEVICES, self.on_devices))
+            name: {str(ranks): _as_dict(by_ranks[ranks]) for ranks in sorted(by_ranks)}
+            for name, by_ranks in (("measured", self.measured), (_ON_DEVICES, self.on_devices))
         }
         return json.dumps({"machine": machine, **measured}, indent=1) + "\n"
 
     def machine_for(self, topology: Topology | None) -> Machine | None:
-        """The fitted machine, if it has links between all ranks on these hosts."""
+        """Return the fitted machine, if it has links between all ranks on these hosts."""
         machine = None if self.fitted is None else self.fitted.machine
         return machine if machine is not None and machine.connects(topology) else None
 
     def limits(self, collective: str) -> set[float]:
-        """The sizes at which its rows end."""
-        tables = [found.tables.get(collective, ()) for found in self.measured.values()]
+        """Return the sizes at which its rows end."""
+        tables = [measured.tables.get(collective, ()) for measured in self.measured.values()]
         return {row.largest for rows in tables for row in rows}
 
     def ranked(
         self, collective: str, ranks: Ranks, num_bytes: float, *, instead_of: Ranks | None = None
     ) -> Iterator[tuple[str, str]]:
-        """Algorithms measured on `ranks`, best first, with a text that names the table.
+        """Yield algorithms measured on `ranks`, best first, with a text that names the table.
 
         Some may not serve.  `instead_of`: the ranks of the call, if they are others.
         """
-        found = self.measured.get(ranks)
-        if found is not None and (rows := found.tables.get(collective)):
+        measured = self.measured.get(ranks)
+        if measured is not None and (rows := measured.tables.get(collective)):
             row = next(row for row in rows if num_bytes <= row.largest)
             nearest = "" if instead_of is None else f", the nearest to {instead_of}"
             sizes = size_range(row.largest, num_bytes, [row.largest for row in rows])
@@ -158,7 +173,7 @@ class Decisions:
     def ranked_nearby(
         self, collective: str, wanted: Ranks, num_bytes: float
     ) -> Iterator[tuple[str, str]]:
-        """The same from tables of other numbers of ranks, the nearest first.
+        """Yield the same from tables of other numbers of ranks, the nearest first.
 
         What was measured on one host says nothing about several, and the other way round.
         """
@@ -167,7 +182,7 @@ class Decisions:
                 yield from self.ranked(collective, ranks, num_bytes, instead_of=wanted)
 
     def _nearest(self, wanted: Ranks) -> list[Ranks]:
-        """The numbers of ranks that were measured, the nearest by ratio first."""
+        """Return the numbers of ranks that were measured, the nearest by ratio first."""
 
         def distance(ranks: Ranks) -> tuple[list[Fraction], Ranks]:
             pairs = zip(ranks, wanted, strict=True)
@@ -178,7 +193,7 @@ class Decisions:
 
 
 def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str:
-    """A text for the sizes from the limit below `num_bytes` up to `largest`."""
+    """Return a text for the sizes from the limit below `num_bytes` up to `largest`."""
     below = max((limit for limit in limits if limit < num_bytes), default=None)
     words = [] if below is None else [f"above {below}"]
     words += [] if largest == math.inf else [f"up to {largest}"]
@@ -188,9 +203,17 @@ def size_range(largest: float, num_bytes: float, limits: Iterable[float]) -> str
 def machine_in(path: Path | None) -> Machine:
     """Return the `Machine` in a file of ``ring bench tune``.
 
-    - `path`: of the file; None: a machine that does not exist, with fast links.
+    Parameters
+    ----------
+    path : Path or None
+        The file; None: a machine that does not exist, with fast links.
 
-    Raises ValueError if the file has none, and OSError if it cannot be read.
+    Raises
+    ------
+    ValueError
+        If the file has no machine.
+    OSError
+        If the file cannot be read.
     """
     if path is None:
         return DEFAULT
@@ -203,7 +226,7 @@ def machine_in(path: Path | None) -> Machine:
     return fitted.machine
 
 
-# To and from JSON.  `place` is the path of a value, for error messages.
+# In these functions `place` is the path of a value, for error messages.
 
 
 def _as_dict(measured: Measured) -> dict[str, Any]:
@@ -224,24 +247,27 @@ _RANKS = re.compile(f"{_NUMBER}(?: on {_NUMBER} hosts)?")
 
 
 def _by_ranks(value: object, place: str) -> dict[Ranks, Measured]:
-    found = fields(value, place)
-    return {_ranks(key, place): _measured(each, f"{place}.{key}") for key, each in found.items()}
+    data = fields(value, place)
+    return {
+        _ranks(key, place): _measured(measurement, f"{place}.{key}")
+        for key, measurement in data.items()
+    }
 
 
 def _ranks(text: str, place: str) -> Ranks:
-    found = _RANKS.fullmatch(text)
-    if found is None or found[2] == "1":
+    match = _RANKS.fullmatch(text)
+    if match is None or match[2] == "1":
         raise ValueError(
             f"{place}: {shown(text)} is not a number of ranks, like '8' or '8 on 4 hosts'"
         )
-    return Ranks(int(found[1]), int(found[2] or 1))
+    return Ranks(int(match[1]), int(match[2] or 1))
 
 
 def _measured(value: object, place: str) -> Measured:
-    found = fields(value, place, Measured._fields)
-    tables = fields(found["tables"], f"{place}.tables")
+    data = fields(value, place, Measured._fields)
+    tables = fields(data["tables"], f"{place}.tables")
     return Measured(
-        texts(found["facts"], f"{place}.facts"),
+        texts(data["facts"], f"{place}.facts"),
         {
             name: _table(rows, within(f"{place}.tables", name), name)
             for name, rows in tables.items()
@@ -253,8 +279,8 @@ def _table(value: object, place: str, collective: str) -> tuple[Row, ...]:
     if collective not in SPECS:
         raise ValueError(f"{place}: there is no such collective; known: {', '.join(SPECS)}")
     rows = [
-        _row(each, f"{place}[{number}]", collective)
-        for number, each in enumerate(items(value, place, "rows"))
+        _row(entry, f"{place}[{number}]", collective)
+        for number, entry in enumerate(items(value, place, "rows"))
     ]
     limits = [row.largest for row in rows]
     if limits != sorted(set(limits)) or limits[-1] != math.inf:
@@ -263,11 +289,11 @@ def _table(value: object, place: str, collective: str) -> tuple[Row, ...]:
 
 
 def _row(value: object, place: str, collective: str) -> Row:
-    found = fields(value, place, ("up_to", "best"))
-    largest = found["up_to"]
+    data = fields(value, place, ("up_to", "best"))
+    largest = data["up_to"]
     if largest is not None and (type(largest) is not int or largest < 0):
         raise ValueError(f"{place}.up_to must be a number of bytes or null, not {shown(largest)}")
-    best = items(found["best"], f"{place}.best", "algorithms")
+    best = items(data["best"], f"{place}.best", "algorithms")
     labels = tuple(_label(label, f"{place}.best", collective) for label in best)
     return Row(math.inf if largest is None else largest, labels)
 

@@ -1,4 +1,4 @@
-"""Explains a choice: the algorithm, the reason, predicted times, and restrictions of the others."""
+"""Explain a choice: the algorithm, the reason, predicted times, and restrictions of the others."""
 
 from __future__ import annotations
 
@@ -29,12 +29,26 @@ class Rejected(NamedTuple):
 class Explanation(NamedTuple):
     """What a call would run, and why.
 
-    `num_bytes`: the n of the formulas.  `chosen`: the algorithm as a caller names it.  `reason`:
-    who or what chose it.  `run_by`: what runs the program, and why it is not compiled code if it is
-    not.  `links`: of arrays on a GPU, how this rank and the others reach each other.  `if_staged`:
-    of such a call, what runs instead if it is staged in host memory, and why; "": the same.
-    `candidates`: all that could run, by predicted time between arrays in host memory.  The
-    predictions decide only where nothing was measured and a machine was fitted.
+    Attributes
+    ----------
+    collective : str
+    size : int
+    num_bytes : int
+        The n of the formulas.
+    chosen : str
+        The algorithm as a caller names it.
+    reason : str
+        Who or what chose it.
+    candidates : tuple of Candidate
+        All that could run, by predicted time between arrays in host memory.  The predictions decide
+        only where nothing was measured and a machine was fitted.
+    rejected : tuple of Rejected
+    run_by : str
+        What runs the program, and why it is not compiled code if it is not.
+    links : str
+        For arrays on a GPU, how this rank and the others reach each other.
+    if_staged : str
+        For such a call, what runs instead if it is staged in host memory, and why; "": the same.
     """
 
     collective: str
@@ -76,7 +90,10 @@ def explain(
     *,
     on_device: bool = False,
 ) -> Explanation:
-    """The explanation of a call.  The arguments and errors are those of `choose`."""
+    """Return the explanation of a call.
+
+    The arguments and errors are those of `choose`.
+    """
     text = preferred(collective) if algorithm is None else algorithm
     call = collective, text, size, num_bytes, operator, decisions, topology
     choice, staged = choose(*call, on_device=on_device), choose(*call)
@@ -90,7 +107,7 @@ def explain(
     }
     machine = None if decisions is None else decisions.machine_for(topology)
     seconds = predicted(collective, size, num_bytes, machine, topology, labels=(choice.label,))
-    candidates = [Candidate(*each) for each in seconds if restrictions[each[0]] is None]
+    candidates = [Candidate(label, time) for label, time in seconds if restrictions[label] is None]
     rejected = [
         Rejected(label, words) for label, words in restrictions.items() if words is not None
     ]

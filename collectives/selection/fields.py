@@ -1,4 +1,4 @@
-"""Checks of values read from JSON.  `place` is the path of a value, for error messages."""
+"""Check values read from JSON.  `place` is the path of a value, for error messages."""
 
 from __future__ import annotations
 
@@ -10,19 +10,22 @@ MAX_SECONDS = 1e9  # of anything that is read: sums and products of such times a
 
 
 def shown(value: object) -> str:
-    """A value as an error message shows it: printable and short, whatever a file contains."""
+    """Return a value as an error message shows it.
+
+    It is printable and short, whatever a file contains.
+    """
     return reprlib.repr(value)
 
 
 def within(place: str, name: str) -> str:
-    """The place of a field that can have any name."""
+    """Return the place of a field that can have any name."""
     return f"{place}.{name if name.isidentifier() and len(name) < 80 else shown(name)}"
 
 
 def fields(
     value: object, place: str, names: Sequence[str] | None = None, optional: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """An object with exactly these fields, or with any fields if `names` is None.
+    """Return an object with exactly these fields, or with any fields if `names` is None.
 
     `optional`: fields that it may have too.
     """
@@ -34,23 +37,23 @@ def fields(
 
 
 def items(value: object, place: str, what: str) -> list[Any]:
-    """A list that is not empty."""
+    """Return a list that is not empty."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{place} must be a list of {what}, and not empty")
     return value
 
 
 def texts(value: object, place: str) -> dict[str, str]:
-    """An object whose values are texts."""
-    found = fields(value, place)
-    for name, each in found.items():
-        if not isinstance(each, str):
-            raise ValueError(f"{within(place, name)} must be a text, not {shown(each)}")
-    return found
+    """Return an object whose values are texts."""
+    by_name = fields(value, place)
+    for name, text in by_name.items():
+        if not isinstance(text, str):
+            raise ValueError(f"{within(place, name)} must be a text, not {shown(text)}")
+    return by_name
 
 
 def seconds(value: Any, place: str) -> float:
-    """A number of seconds, at least 0."""
+    """Return a number of seconds, at least 0."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= MAX_SECONDS:
         raise ValueError(f"{place} must be a number of seconds, not {shown(value)}")

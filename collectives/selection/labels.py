@@ -18,7 +18,7 @@ _MAX_DIGITS = 1000  # Python does not convert longer texts into an int
 class NamedAlgorithm(NamedTuple):
     """An algorithm and the options given with its name.
 
-    `label`: the text in its normal form, with the options that were given.
+    `label` is the text in its normal form, with the options that were given.
     """
 
     algorithm: Algorithm
@@ -26,12 +26,12 @@ class NamedAlgorithm(NamedTuple):
     label: str
 
     def serves(self, size: int) -> bool:
-        """Whether it can run with these options on `size` ranks."""
+        """Return whether it can run with these options on `size` ranks."""
         return self.algorithm.serves(size, **self.options)
 
 
 def parse_label(collective: str, text: str) -> NamedAlgorithm:
-    """The algorithm that a text names.
+    """Return the algorithm that a text names.
 
     Raises TypeError if `text` is not a text, and ValueError if it names no algorithm.
     """
@@ -41,7 +41,7 @@ def parse_label(collective: str, text: str) -> NamedAlgorithm:
 
 
 def parse_default(collective: str, text: str) -> NamedAlgorithm:
-    """The algorithm that a text names for calls whose `x` has no logical shards.
+    """Return the algorithm that a text names for calls whose `x` has no logical shards.
 
     Whatever chooses for such calls (a caller, a file of measurements, a rule) passes through here.
     Raises what `parse_label` raises, and ValueError for a number of shards: the program would look

@@ -20,11 +20,11 @@ class Fitted(NamedTuple):
 
 
 def as_json(fitted: Fitted) -> dict[str, Any]:
-    """A fitted machine as values of JSON."""
+    """Return a fitted machine as values of JSON."""
     facts, machine = fitted
     links = {
-        name: [link._asdict() | {_LIMIT: _finite(link.up_to_bytes)} for link in found]
-        for name, found in machine.links.items()
+        name: [link._asdict() | {_LIMIT: _finite(link.up_to_bytes)} for link in of_class]
+        for name, of_class in machine.links.items()
     }
     return {"facts": dict(facts), **machine._asdict(), "links": links}
 
@@ -34,22 +34,25 @@ def _finite(limit: float) -> int | None:
 
 
 def from_json(value: object, place: str) -> Fitted:
-    """The machine in values of `as_json`.  Raises ValueError, with the place of an error."""
-    found = fields(value, place, ("facts", *Machine._fields))
-    links = fields(found["links"], f"{place}.links")
+    """Return the machine in values of `as_json`.
+
+    Raises ValueError, with the place of an error.
+    """
+    data = fields(value, place, ("facts", *Machine._fields))
+    links = fields(data["links"], f"{place}.links")
     if not links or not set(links) <= set(LINK_CLASSES):
         raise ValueError(f"{place}.links must have some of {', '.join(LINK_CLASSES)}")
     rates = {
-        name: seconds(found[name], f"{place}.{name}") for name in Machine._fields if name != "links"
+        name: seconds(data[name], f"{place}.{name}") for name in Machine._fields if name != "links"
     }
-    by_class = {name: _links(each, f"{place}.links.{name}") for name, each in links.items()}
-    return Fitted(texts(found["facts"], f"{place}.facts"), Machine(by_class, **rates))
+    by_class = {name: _links(of_class, f"{place}.links.{name}") for name, of_class in links.items()}
+    return Fitted(texts(data["facts"], f"{place}.facts"), Machine(by_class, **rates))
 
 
 def _links(value: object, place: str) -> tuple[Link, ...]:
     links = tuple(
-        _link(each, f"{place}[{number}]")
-        for number, each in enumerate(items(value, place, "links"))
+        _link(entry, f"{place}[{number}]")
+        for number, entry in enumerate(items(value, place, "links"))
     )
     limits = [link.up_to_bytes for link in links]
     if limits != sorted(set(limits)) or limits[-1] != math.inf:
@@ -58,8 +61,8 @@ def _links(value: object, place: str) -> tuple[Link, ...]:
 
 
 def _link(value: object, place: str) -> Link:
-    found = fields(value, place, Link._fields)
-    limit, is_rendezvous = found[_LIMIT], found[_IS_RENDEZVOUS]
+    data = fields(value, place, Link._fields)
+    limit, is_rendezvous = data[_LIMIT], data[_IS_RENDEZVOUS]
     if limit is not None and (type(limit) is not int or limit < 0):
         raise ValueError(f"{place}.{_LIMIT} must be a number of bytes or null, not {shown(limit)}")
     if not isinstance(is_rendezvous, bool):
@@ -67,8 +70,8 @@ def _link(value: object, place: str) -> Link:
             f"{place}.{_IS_RENDEZVOUS} must be true or false, not {shown(is_rendezvous)}"
         )
     rates = {
-        name: seconds(each, f"{place}.{name}")
-        for name, each in found.items()
+        name: seconds(rate, f"{place}.{name}")
+        for name, rate in data.items()
         if name not in (_LIMIT, _IS_RENDEZVOUS)
     }
     return Link(math.inf if limit is None else limit, is_rendezvous=is_rendezvous, **rates)

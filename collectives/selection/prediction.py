@@ -16,8 +16,12 @@ from collectives.selection.select import choose, num_bytes_of
 class Prediction(NamedTuple):
     """What all ranks send in one call.
 
-    `messages`, `bytes`: from each rank (row) to each rank (column), int64 (size, size).
-    `scratch`: the bytes of scratch memory that each rank needs.
+    Attributes
+    ----------
+    messages, bytes : array
+        The messages and bytes from each rank (row) to each rank (column), int64 (size, size).
+    scratch : tuple of int
+        The bytes of scratch memory that each rank needs.
     """
 
     messages: NDArray[np.int64]
@@ -39,24 +43,46 @@ def predict(
 ) -> Prediction:
     """Return what the ranks will send in a call, without sending anything.
 
-        collectives.predict("all_reduce", 4, 1000, itemsize=8, algorithm="ring").bytes.sum()
+    Parameters
+    ----------
+    collective : str
+    size : int
+        The number of ranks.
+    counts : int or sequence
+        The elements of the vector; for `scatter`, `gather`, `all_gather` and `reduce_scatter` those
+        of each rank's part; for `all_to_all` a table from each rank to each.
+    itemsize : int
+        The bytes of an element.
+    algorithm : str, optional
+        Its name; None: as a call chooses it without measured decisions.
+    root : int
+        The root of a rooted collective.
+    in_place : bool
+        Whether each rank's input and output share memory: they are the same vector, or one is this
+        rank's part of the other.  It changes the scratch memory, and no message.
+    topology : Topology, optional
+        The hosts of the ranks; None: all are on one host.
+    on_device : bool
+        Whether the ranks read each other's arrays on GPUs; see `choose`.
 
-    - `collective`: its name.
-    - `size`: the number of ranks.
-    - `counts`: the elements of the vector; for `scatter`, `gather`, `all_gather` and
-      `reduce_scatter` those of each rank's part; for `all_to_all` a table from each rank to each.
-    - `itemsize`: the bytes of an element.
-    - `algorithm`: its name; None: as a call chooses it without measured decisions.
-    - `root`: of a rooted collective.
-    - `in_place`: whether each rank's input and output share memory: they are the same vector, or
-      one is this rank's part of the other.  It changes the scratch memory, and no message.
-    - `topology`: the hosts of the ranks; None: all are on one host.
-    - `on_device`: whether they read each other's arrays on GPUs; see `choose`.
+    Returns
+    -------
+    Prediction
+        It is exact for any algorithm and for uneven parts.
 
-    Returns the `Prediction`, which is exact for any algorithm and for uneven parts.  Raises
-    TypeError or ValueError if the algorithm does not exist or cannot serve.
+    Raises
+    ------
+    TypeError, ValueError
+        If the algorithm does not exist or cannot serve.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> collectives.predict("all_reduce", 2, 1000, itemsize=8, algorithm="ring").bytes
+    array([[   0, 8000],
+           [8000,    0]])
     """
-    found = programs(
+    programs_by_rank = programs(
         collective,
         size,
         counts,
@@ -68,10 +94,10 @@ def predict(
         on_device=on_device,
     )
     sent = np.zeros((2, size, size), np.int64)
-    for rank, program in enumerate(found):
+    for rank, program in enumerate(programs_by_rank):
         for _, peer, num_bytes, segments in program.sent:
             sent[:, rank, peer] += segments, num_bytes
-    return Prediction(sent[0], sent[1], tuple(program.num_scratch for program in found))
+    return Prediction(sent[0], sent[1], tuple(program.num_scratch for program in programs_by_rank))
 
 
 def programs(
@@ -87,7 +113,7 @@ def programs(
     on_device: bool = False,
     ranks: Iterable[int] | None = None,
 ) -> list[Program]:
-    """The programs of all ranks in a call, or of some `ranks`.
+    """Return the programs of all ranks in a call, or of some `ranks`.
 
     The other arguments and the errors are those of `predict`.
     """
@@ -109,7 +135,7 @@ def programs(
 
 
 def _offset(collective: str, counts: Counts, rank: int) -> int:
-    """The offset of a rank's output from its input, if one is its part of the other."""
+    """Return the offset of a rank's output from its input, if one is its part of the other."""
     if isinstance(counts, int):
         return 0
     if collective not in ("all_gather", "reduce_scatter"):
@@ -119,5 +145,5 @@ def _offset(collective: str, counts: Counts, rank: int) -> int:
 
 
 def _hashable(counts: int | Sequence[Any]) -> Any:
-    """Counts as the number, tuple, or tuple of tuples of a `CallSpec`."""
+    """Return counts as the number, tuple, or tuple of tuples of a `CallSpec`."""
     return counts if isinstance(counts, int) else tuple(map(_hashable, counts))

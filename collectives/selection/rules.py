@@ -13,8 +13,15 @@ _NO_LIMIT = float("inf")
 class Rule(NamedTuple):
     """An algorithm, perhaps with options, for up to `largest` bytes (n) and `max_ranks` ranks.
 
-    `powers_of_two_only`: only if p is a power of two.  `shares_hosts`: only if some host has
-    several ranks.
+    Attributes
+    ----------
+    largest : float
+    name : str
+    powers_of_two_only : bool
+        Whether it needs a power of two of ranks.
+    max_ranks : float
+    shares_hosts : bool
+        Whether some host must have several ranks.
     """
 
     largest: float
@@ -189,7 +196,7 @@ DEVICE_RULES: dict[str, Sequence[Rule]] = {
 
 
 def rules(collective: str, hosts: Hosts) -> Sequence[Rule]:
-    """The rules of a collective on these hosts, in their order."""
+    """Return the rules of a collective on these hosts, in their order."""
     if hosts.have_devices:
         return DEVICE_RULES[collective]
     between = HOST_RULES.get(collective, ()) if hosts.number > 1 else ()
@@ -199,7 +206,10 @@ def rules(collective: str, hosts: Hosts) -> Sequence[Rule]:
 def by_rules(
     collective: str, size: int, num_bytes: float, hosts: Hosts
 ) -> Iterator[tuple[str, str]]:
-    """The algorithms of the built-in rules that fit, best first, each with a text for its rule."""
+    """Yield the algorithms of the built-in rules that fit, best first.
+
+    Each comes with a text for its rule.
+    """
     is_power, between = size.bit_count() == 1, f" on {hosts.number} hosts" * (hosts.number > 1)
     between += " for devices" * hosts.have_devices
     applicable = [

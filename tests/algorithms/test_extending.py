@@ -16,21 +16,19 @@ from bench.__main__ import main
 from collectives import Communicator, ScheduleError, Topology, algorithms
 from collectives.algorithms.algorithm import MAX_OPTION, MAX_PROVED
 from collectives.algorithms.formulas import MAX_PIECES, MAX_ROUNDS
-from collectives.algorithms.registry import REGISTRY, generation
+from collectives.algorithms.registry import generation
 from collectives.schedule import Copy, Recv, RecvReduce, Round, Send
 from collectives.selection import select
 from collectives.selection.decisions import Decisions, Measured, Ranks
 from collectives.selection.decisions import Row as Best
 from docs.generate.__main__ import COMMAND as DOCS
+from tests.algorithms.registry import registry_as_it_was
 
 
 @pytest.fixture(autouse=True)
 def _registry_as_it_was() -> Iterator[None]:
-    before = {collective: dict(entries) for collective, entries in REGISTRY.items()}
-    yield
-    for collective, entries in before.items():
-        REGISTRY[collective].clear()
-        REGISTRY[collective].update(entries)
+    with registry_as_it_was():
+        yield
 
 
 def line(rank: int, size: int) -> Iterator[Round]:

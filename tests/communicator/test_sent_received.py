@@ -16,6 +16,7 @@ from collectives.programs import passing_blocks, placement, program
 from collectives.schedule import trees
 from collectives.schedule.contracts import SPECS
 from collectives.selection.labels import parse_label
+from tests.algorithms.registry import registry_as_it_was
 from tests.fake_device import on_device, on_host
 from tests.mismatches import still_works
 from tests.session_scenarios import (
@@ -170,17 +171,15 @@ def test_an_algorithm_with_segments_is_refused() -> None:
 
 def test_a_registered_algorithm_is_refused() -> None:
     linear = algorithms.info("all_to_all", "linear").function
-    algorithms.register("all_to_all", name="linear_of_mine")(linear)
-    try:
-        refused = with_counts(*EVEN, algorithm="linear_of_mine")
-        sentence = (
-            "all_to_all by linear_of_mine needs the counts of all ranks; .* linear_sync, linear, "
-            "pairwise, one_factor, bruck, "
-        )
+    refused = with_counts(*EVEN, algorithm="linear_of_mine")
+    sentence = (
+        "all_to_all by linear_of_mine needs the counts of all ranks; .* linear_sync, linear, "
+        "pairwise, one_factor, bruck, "
+    )
+    with registry_as_it_was():
+        algorithms.register("all_to_all", name="linear_of_mine")(linear)
         with pytest.raises(ValueError, match=sentence):
             collectives.run(refused, P, timeout=20)
-    finally:
-        del algorithms.registry.REGISTRY["all_to_all"]["linear_of_mine"]
 
 
 # Ranks that disagree
