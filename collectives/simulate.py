@@ -48,8 +48,8 @@ from collectives.simulation import (
 )
 
 
-class Found(NamedTuple):
-    """A simulated algorithm."""
+class SimulatedAlgorithm(NamedTuple):
+    """An algorithm and what its simulation finds."""
 
     label: str
     call: Call
@@ -62,23 +62,23 @@ def run(options: argparse.Namespace) -> int:
         machine = machine_in(options.machine)
         topology = options.topology or f"hosts:{options.ranks or 8}x1"
         network = network_of(topology, machine, options.ranks, is_folded=options.folded)
-        found = simulated(options, machine, network, console)
+        ranking = simulated(options, machine, network, console)
     title = (
         f"{options.collective} of {options.bytes} bytes of {options.dtype} on"
         f" {network.num_ranks} ranks, {topology}"
     )
     tables = {
-        "algorithms": algorithm_table(found, network),
-        "links": link_table(found[0].call, network),
+        "algorithms": algorithm_table(ranking, network),
+        "links": link_table(ranking[0].call, network),
     }
     console.print(title)
     tables["algorithms"].print(console)
-    console.print(f"best: {found[0].label}; its links:")
+    console.print(f"best: {ranking[0].label}; its links:")
     tables["links"].print(console)
-    if any(algorithm.call.is_extended for algorithm in found):
+    if any(algorithm.call.is_extended for algorithm in ranking):
         console.print("Calls of many lanes were simulated with few, and extended linearly.")
     if options.picture:
-        label, best = found[0]
+        label, best = ranking[0]
         options.picture.write_text(picture(title, label, best.seconds, best.link_bytes, network))
         console.print(f"the links of {label}: {options.picture}")
     write_json({name: table.as_dicts() for name, table in tables.items()}, options.json)
@@ -87,18 +87,19 @@ def run(options: argparse.Namespace) -> int:
 
 def simulated(
     options: argparse.Namespace, machine: Machine, network: Network, console: Console
-) -> list[Found]:
+) -> list[SimulatedAlgorithm]:
     """Return the algorithms with their calls, the fastest first; show the progress."""
-    choices, found = _choices(options, network), []
+    choices, ranking = _choices(options, network), []
     with progress(console, len(choices)) as show:
         for number, choice in enumerate(choices):
             show(number, choice.label)
-            found.append(Found(choice.label, _simulated(options, choice, machine, network)))
-    return sorted(found, key=lambda algorithm: algorithm.call.seconds)
+            call = _simulated(options, choice, machine, network)
+            ranking.append(SimulatedAlgorithm(choice.label, call))
+    return sorted(ranking, key=lambda algorithm: algorithm.call.seconds)
 
 
 def _choices(options: argparse.Namespace, network: Network) -> list[Choice]:
-    """The algorithms that are compared: those that are named, or all that serve."""
+    """Return the algorithms that are compared: those that are named, or all that serve."""
     size, collective = network.num_ranks, options.collective
     if options.algorithm:
         labels = re.split(r",(?![^()]*\))", options.algorithm)  # at commas between algorithms
@@ -107,11 +108,11 @@ def _choices(options: argparse.Namespace, network: Network) -> list[Choice]:
             label for label in _labels(collective, network) if _serves(collective, label, size)
         ]
     itemsize = np.dtype(options.dtype).itemsize
-    return [choose(collective, each, size, options.bytes, itemsize=itemsize) for each in labels]
+    return [choose(collective, label, size, options.bytes, itemsize=itemsize) for label in labels]
 
 
 def _labels(collective: str, network: Network) -> Iterator[str]:
-    """All algorithms; those for hosts with as many ranks as the hosts of the network have."""
+    """Yield all algorithms; algorithms for hosts get the number of ranks per host."""
     per_host = network.host if isinstance(network, Tree) else 1
     for name in algorithms.names(collective):
         of_hosts = "per_host" in algorithms.info(collective, name).options
@@ -140,18 +141,15 @@ def _simulated(
     return simulate_call(spec, machine, network, stragglers=dict(options.straggler))
 
 
-# What is printed
-
-
-def algorithm_table(found: Sequence[Found], network: Network) -> Table:
+def algorithm_table(ranking: Sequence[SimulatedAlgorithm], network: Network) -> Table:
     """Return a row for each algorithm: its time, its busiest kind of link, and bytes by class."""
     names = network.links.kind_names
-    time, in_time = in_units("time", "s", [algorithm.call.seconds for algorithm in found])
+    time, in_time = in_units("time", "s", [algorithm.call.seconds for algorithm in ranking])
     classes, in_class = columns_of_bytes(
-        network.classes, [algorithm.call.class_bytes for algorithm in found]
+        network.classes, [algorithm.call.class_bytes for algorithm in ranking]
     )
     table = Table("algorithm", time, "busiest links", Number("in use", ".0%"), *classes)
-    for label, call in found:
+    for label, call in ranking:
         most = [share.max(initial=0) for share in in_use(call, network)]
         busiest = int(np.argmax(most)) if most else None
         link, share = ("", 0.0) if busiest is None else (names[busiest], float(most[busiest]))
@@ -190,19 +188,16 @@ def in_use(call: Call, network: Network) -> list[NDArray[np.float64]]:
     return [share[kinds == kind] for kind in range(len(names))]
 
 
-# The command line
-
-
 def straggler(word: str) -> tuple[int, float]:
-    """(5, 2.0) for "5=2"; an argument type."""
-    rank, _, factor = word.partition("=")
+    """Return (5, 2.0) for "5=2"; an argument type."""
+    left, _, right = word.partition("=")
     try:
-        found = int(rank), float(factor)
+        rank, factor = int(left), float(right)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{word!r} is not RANK=FACTOR, such as 5=2") from None
-    if not 0 < found[1] < float("inf"):
+    if not 0 < factor < float("inf"):
         raise argparse.ArgumentTypeError(f"{word!r}: the factor must be more than 0")
-    return found
+    return rank, factor
 
 
 def add_options(parse: argparse.ArgumentParser) -> None:

@@ -41,7 +41,13 @@ Expected = int | AtMost | None
 
 
 class Traffic(NamedTuple):
-    """What is expected: `bytes` and `messages` of all ranks together; None is not checked."""
+    """The expected traffic of all ranks together.
+
+    Parameters
+    ----------
+    bytes, messages : int or AtMost, optional
+        The expected numbers.  A number that is None is not checked.
+    """
 
     bytes: Expected = None
     messages: Expected = None
@@ -62,17 +68,35 @@ def assert_traffic(
         with assert_traffic(comm, bytes=6_000, messages=at_most(12)):
             comm.all_reduce(x)
 
-    - `comm`: the communicator; what its sub-communicators send counts as well.
-    - `bytes`, `messages`: of everything; an int, `at_most(limit)`, or None for no check.
-    - `phases`: for each label of `collectives.phase`, its `Traffic`; the label "" stands for what
-      is sent outside every phase.  If it is given, other phases must send nothing.
-    - `between`: for pairs (sending group, receiving group) of names, their `Traffic`.
-    - `groups`: the ranks of each group that `between` names.
+    An exception of the block is not replaced.
 
-    Yields this rank's open `Ledger`.  After the block, every rank raises AssertionError if a number
-    is not as expected; the message lists each difference and everything that was sent.  An
-    exception of the block is not replaced.  Raises ValueError, before the block, for a group or a
-    rank that does not exist.
+    Parameters
+    ----------
+    comm : Communicator
+        The communicator.  What its sub-communicators send counts as well.
+    bytes, messages : int or AtMost, optional
+        The expected bytes and messages of everything: a number, or `at_most(limit)`.  A number that
+        is None is not checked.
+    phases : mapping of str to Traffic, optional
+        The traffic of each label of `collectives.phase`.  The label ``""`` stands for what is sent
+        outside every phase.  If `phases` is given, phases that it does not name must send nothing.
+    between : mapping of (str, str) to Traffic, optional
+        The traffic from one group to another, by the names (sending group, receiving group).
+    groups : mapping of str to sequence of int, optional
+        The ranks of each group that `between` names.
+
+    Yields
+    ------
+    Ledger
+        This rank's ledger, which records until the end of the block.
+
+    Raises
+    ------
+    AssertionError
+        On every rank after the block, if a number is not as expected.  The message lists each
+        difference and everything that was sent.
+    ValueError
+        Before the block, for a group or a rank that does not exist.
     """
     members = _members(comm.size, between or {}, groups or {})
     with comm.record() as ledger:
@@ -88,7 +112,10 @@ def assert_traffic(
 def _members(
     size: int, between: Mapping[tuple[str, str], Traffic], groups: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:
-    """The ranks of each group.  Raises ValueError for one that does not exist."""
+    """Return the ranks of each group.
+
+    Raises ValueError for a group or a rank that does not exist.
+    """
     for name in (name for pair in between for name in pair):
         if name not in groups:
             raise ValueError(f"between: there is no group {name!r}; groups has {sorted(groups)}")
@@ -106,27 +133,27 @@ def _objections(
     between: Mapping[tuple[str, str], Traffic],
     members: Mapping[str, list[int]],
 ) -> str:
-    """What is not as expected, and what was sent; empty if all is."""
+    """Return what is not as expected, and what was sent; "" if all is as expected."""
     messages, num_bytes = _matrices(ledger)
-    found = list(_compared("all ranks", total, int(num_bytes.sum()), int(messages.sum())))
+    lines = list(_compared("all ranks", total, int(num_bytes.sum()), int(messages.sum())))
     if phases is not None:
-        found += _in_phases(ledger, phases)
+        lines += _in_phases(ledger, phases)
     for (sender, receiver), expected in between.items():
         part = np.ix_(members[sender], members[receiver])
         where = f"from {sender} to {receiver}"
-        found += _compared(where, expected, int(num_bytes[part].sum()), int(messages[part].sum()))
-    if not found:
+        lines += _compared(where, expected, int(num_bytes[part].sum()), int(messages[part].sum()))
+    if not lines:
         return ""
     sent = [
-        f"  {phase or '(outside every phase)'}/{collective}: {each.calls} calls, "
-        f"{each.messages} messages, {each.bytes} bytes"
-        for (phase, collective), each in ledger.summary().items()
+        f"  {phase or '(outside every phase)'}/{collective}: {sums.calls} calls, "
+        f"{sums.messages} messages, {sums.bytes} bytes"
+        for (phase, collective), sums in ledger.summary().items()
     ]
-    return "\n".join([*found, "sent by all ranks:", *(sent or ["  nothing"])])
+    return "\n".join([*lines, "sent by all ranks:", *(sent or ["  nothing"])])
 
 
 def _matrices(ledger: Ledger) -> tuple[Matrix, Matrix]:
-    """The messages and the bytes from each rank (row) to each rank (column)."""
+    """Return the numbers of messages and bytes from each rank (row) to each rank (column)."""
     messages = np.zeros((ledger.size, ledger.size), np.int64)
     for row in ledger.rows():
         messages[row.src, row.dst] += row.segments
@@ -134,8 +161,8 @@ def _matrices(ledger: Ledger) -> tuple[Matrix, Matrix]:
 
 
 def _in_phases(ledger: Ledger, phases: Mapping[str, Traffic]) -> Iterator[str]:
-    """What the phases sent otherwise than expected."""
-    sent = {phase: each for (phase,), each in ledger.summary(by=["phase"]).items()}
+    """Yield what the phases sent otherwise than expected."""
+    sent = {phase: sums for (phase,), sums in ledger.summary(by=["phase"]).items()}
     for phase in dict.fromkeys([*phases, *sent]):
         expected = phases.get(phase, Traffic(0, 0))
         num_bytes, messages = (sent[phase].bytes, sent[phase].messages) if phase in sent else (0, 0)
@@ -144,7 +171,7 @@ def _in_phases(ledger: Ledger, phases: Mapping[str, Traffic]) -> Iterator[str]:
 
 
 def _compared(where: str, expected: Traffic, num_bytes: int, messages: int) -> Iterator[str]:
-    """A sentence for each number that is not as expected."""
+    """Yield a sentence for each number that is not as expected."""
     for unit, limit, number in (
         ("bytes", expected.bytes, num_bytes),
         ("messages", expected.messages, messages),

@@ -1,7 +1,7 @@
-"""What PyTorch calls when it is imported; see `torch.backends` in pyproject.toml.
+"""The function that `import torch` calls; see `torch.backends` in pyproject.toml.
 
-Scripts for torchrun read RANK and LOCAL_RANK before they make a process group.  Under mpirun this
-sets these variables.  Elsewhere it does nothing.
+Scripts for torchrun read RANK and LOCAL_RANK before they make a process group.  Under mpirun the
+function sets these variables.  Elsewhere it does nothing.
 """
 
 from __future__ import annotations

@@ -18,7 +18,10 @@ from collectives.engines import compiled
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compile the loops, the most used kernels and the simulator.  0, also without numba."""
+    """Compile the loops, the most used kernels and the simulator; return the exit status.
+
+    Without numba nothing is compiled, and the status is 0 too.
+    """
     logging.basicConfig(format="%(message)s", level=logging.WARNING)
     if (reason := compiled.why_unavailable()) is not None:
         logging.warning("programs will be interpreted: %s", reason)

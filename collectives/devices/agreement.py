@@ -21,7 +21,12 @@ from collectives.errors import CollectiveError, CollectiveMismatch
 class Agreement:
     """One rank's part in the agreement on a call.
 
-    `records`: those of all ranks, once all have come to the meeting.
+    Attributes
+    ----------
+    meeting : Meeting
+        The meeting for the call.
+    records : dict of int to record
+        The records of all ranks, once all have come to the meeting.
     """
 
     def __init__(
@@ -43,7 +48,7 @@ class Agreement:
     def come(self, loop: Loop, make_room: Callable[[], None]) -> None:
         """Publish the records of this rank, unless too many calls are under way.
 
-        `loop`: has noted the start of the run.  `make_room`: gives slots back.
+        The start of the run has been noted in `loop`.  `make_room` gives slots back.
         """
         self._loop = loop
         self._publish()
@@ -100,7 +105,7 @@ class Agreement:
     def leave(self, when_unused: Callable[[Callable[[], object]], object]) -> None:
         """Let all ranks use the memory of their records for other calls.
 
-        `when_unused`: calls a function when the device does not use that of this call.
+        `when_unused` calls a function when the device does not use the memory of this call.
         """
         if self._check is None or not self._check.has_refused:
             when_unused(self.meeting.leave)
@@ -113,7 +118,7 @@ class Agreement:
         self._check = None
 
     def _why_staged(self, rank: int, record: Any) -> str:
-        """Why a rank cannot use its device; "" if it can."""
+        """Return why a rank cannot use its device; "" if it can."""
         if record["why_staged"]:
             return f"rank {rank}: {_text(record['why_staged'])}"
         is_same = self._links.uuids[rank] == record["uuid"].tobytes()
@@ -130,7 +135,7 @@ class Agreement:
                 raise self._links.board.on_this_host(error)
 
     def _are_equal(self, *ranks: int) -> bool:
-        """Whether the digests of two ranks are equal."""
+        """Return whether the digests of two ranks are equal."""
         one, other = (self.records[rank] for rank in ranks)
         return bool(one["digest"] == other["digest"] and one["compared"] == other["compared"])
 

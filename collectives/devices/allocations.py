@@ -16,7 +16,7 @@ NUM_CLOSING = 3  # that peers close in a call: as many as the call can export
 
 
 class Exported(NamedTuple):
-    """An allocation that peers may have opened.  `owner`: keeps it from being freed."""
+    """An allocation that peers may have opened; its owner keeps it from being freed."""
 
     base: int
     size: int
@@ -25,7 +25,7 @@ class Exported(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """What the others must know of a buffer, in the order of a record's fields."""
+    """What the other ranks must know of a buffer, in the order of a record's fields."""
 
     address: int
     size: int
@@ -38,8 +38,8 @@ class Buffer(NamedTuple):
 class Exports:
     """The allocations that the peers of a communicator may have opened, by their ids.
 
-    When there are too many, those that have not been used for longest are closed: the record of a
-    call names them, and they are held until all peers have answered it.
+    When there are too many, the least recently used ones are closed: the record of a call names
+    them, and they are held until all peers have answered it.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -49,7 +49,7 @@ class Exports:
         self._pins, self._lock = Counter[int](), threading.Lock()  # threads may pin too
 
     def describe(self, address: int, size: int, owner: object) -> Buffer:
-        """A buffer with its allocation.  Raises DriverError if it cannot be exported."""
+        """Return a buffer with its allocation.  Raises DriverError if it cannot be exported."""
         number = self._driver.buffer_id(address)
         with self._lock:
             if number not in self._open:
@@ -65,7 +65,7 @@ class Exports:
         return len(self._open) > MOST_EXPORTED
 
     def to_close(self) -> list[int]:
-        """The ids of allocations that peers must close now."""
+        """Return the ids of allocations that peers must close now."""
         with self._lock:
             excess = min(len(self._open) - MOST_EXPORTED, NUM_CLOSING - len(self._closing))
             unpinned = (number for number in self._open if not self._pins[number])
@@ -99,7 +99,14 @@ class Exports:
 class Opened(NamedTuple):
     """An allocation of another process that this process has opened.
 
-    `base`: its address here.  `place`: its addresses there.  `users`: what uses it.
+    Attributes
+    ----------
+    base : int
+        Its address in this process.
+    place : range
+        Its addresses in the other process.
+    users : set of int
+        The numbers of the links that use it.
     """
 
     base: int
@@ -118,9 +125,9 @@ class Openings:
         self._opened: dict[tuple[int, int], Opened] = {}
 
     def open(self, process: int, record: Any, user: int) -> int:
-        """The address, in this process, of a buffer of another process.
+        """Return the address, in this process, of a buffer of another process.
 
-        `user`: what uses it, until it calls `close`.  Raises DriverError.
+        The buffer stays open until its `user` calls `close`.  Raises DriverError.
         """
         key = process, int(record["id"])
         with self._lock:
@@ -135,7 +142,7 @@ class Openings:
         return opened.base + int(record["offset"])
 
     def _close_freed(self, process: int, place: range) -> None:
-        """Close what was where another process has a new allocation, and was freed therefore."""
+        """Close allocations in the place of a new one: the other process must have freed them."""
         for key, opened in list(self._opened.items()):
             old = opened.place
             if key[0] == process and old.start < place.stop and place.start < old.stop:
@@ -143,7 +150,7 @@ class Openings:
                 self._driver.try_call("cuIpcCloseMemHandle", opened.base)
 
     def has(self, process: int, record: Any, user: int) -> bool:
-        """Whether this user has opened the allocation of a buffer, if it has one."""
+        """Return whether this user has opened the allocation of a buffer, if it has one."""
         opened = self._opened.get((process, int(record["id"])))
         return not record["id"] or (opened is not None and user in opened.users)
 
@@ -169,5 +176,5 @@ class Openings:
 
 @cache
 def openings_of(driver: Driver) -> Openings:
-    """What this process has opened for the device of a driver."""
+    """Return the allocations that this process has opened for the device of a driver."""
     return Openings(driver)

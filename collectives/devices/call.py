@@ -17,19 +17,23 @@ _LOCK = threading.Lock()
 class DeviceCall(NamedTuple):
     """A call that can run on devices.
 
-    `spec`: the call, with what runs if ranks read each other's memory, and what if it is staged.
-    `plan`: the number of the plan that it belongs to, or 0.
+    Attributes
+    ----------
+    spec : CallSpec
+        The call, with what runs if ranks read each other's memory, and what runs if it is staged.
+    plan : int
+        The number of the plan that it belongs to, or 0.
     """
 
     spec: CallSpec
     plan: int = 0
 
     def direct_program(self, rank: int, size: int) -> Program:
-        """The program of a rank in a call in which ranks read each other's memory."""
+        """Return the program of a rank in a call in which ranks read each other's memory."""
         return compile_call(self.spec.if_direct, rank, size)
 
     def staged_program(self, rank: int, size: int) -> Program:
-        """The program of a rank in a call that is staged, or in which a rank has a host array."""
+        """Return the program of a rank if the call is staged, or a rank has a host array."""
         return compile_call(self.spec, rank, size)
 
     def lowered(
@@ -38,7 +42,7 @@ class DeviceCall(NamedTuple):
         ranks: Collection[int],
         staged: frozenset[tuple[int, int]],
     ) -> list[DeviceProgram]:
-        """The device programs of the ranks of this host, from a cache of bounded size."""
+        """Return the device programs of the ranks of this host, from a cache of bounded size."""
         spec = self.spec.if_direct._replace(shape=None, label="", blocking="", out="", chosen="")
         if len(ranks) == len(aliasings) and not staged:
             spec = spec._replace(segments=1)
@@ -46,11 +50,12 @@ class DeviceCall(NamedTuple):
             return _lowered(spec, tuple(aliasings), frozenset(ranks), staged)
 
     def num_scratch(self, rank: int, size: int, staged: frozenset[tuple[int, int]] | None) -> int:
-        """The bytes of scratch that a rank needs, unless all messages are staged.
+        """Return the bytes of scratch that a rank needs, unless all messages are staged.
 
-        `staged`: the pairs of ranks whose messages are; None: not known yet, or some ranks are on
-        other hosts.  If there are none, data is read where it lies, and most calls need no scratch.
-        What this rank does in its own scratch does not depend on where outputs of others lie.
+        The messages of the pairs of ranks in `staged` are staged; it is None if they are not known
+        yet, or some ranks are on other hosts.  If there are none, data is read where it lies, and
+        most calls need no scratch.  What this rank does in its own scratch does not depend on where
+        the outputs of other ranks lie.
         """
         if staged is None or staged:  # a call that is cut into lanes needs more or less
             direct = self.spec.if_direct
@@ -76,7 +81,7 @@ class DeviceCall(NamedTuple):
     def digest(self) -> bytes:
         """What is equal on all ranks that make the same call."""
         spec, direct = self.spec, self.spec.if_direct
-        ways = [(each.algorithm.name, each.options, each.segments) for each in (spec, direct)]
+        ways = [(way.algorithm.name, way.options, way.segments) for way in (spec, direct)]
         parts = spec.collective, *ways, spec.counts, spec.dtype.str, spec.root
         whole = *parts, spec.op and spec.op.name, self.plan
         return blake2b(repr(whole).encode(), digest_size=16).digest()

@@ -20,10 +20,22 @@ from collectives.errors import CollectiveError
 class Check:
     """The comparison of one call on one rank.
 
-    `digest`: of the call.  `number`: of the comparison.  `messages`: the executions of the
-    comparison by messages, each of which ends before the next one is asked for.  It keeps the
-    memory of one that does not end.  `has_refused`: whether the comparison by messages has refused
-    the call.
+    Parameters
+    ----------
+    board : Board
+        The memory in which the ranks show their comparisons.
+    digest : bytes
+        The digest of the call.
+    number : int
+        The number of the comparison.
+    messages : function
+        Yields the executions of the comparison by messages, each of which ends before the next one
+        is asked for.  The generator keeps the memory of an execution that does not end.
+
+    Attributes
+    ----------
+    has_refused : bool
+        Whether the comparison by messages has refused the call.
     """
 
     has_refused = False
@@ -44,7 +56,7 @@ class Check:
         self._board.note_check(self.number, MESSAGES + 1 + crc32(repr(key).encode()) % 2**31)
 
     def is_wanted(self, ranks: Iterable[int]) -> bool:
-        """Whether one of these ranks compares by messages, or another call."""
+        """Return whether one of these ranks compares by messages, or another call."""
         if self._has_compared:
             return False
         return any(self._board.differs_in_check(rank, self.number) for rank in ranks)
@@ -79,7 +91,7 @@ class Check:
             under_way.note_completed()
 
     def waiting_for(self) -> list[Waiting]:
-        """The messages of the comparison that are not known to be complete."""
+        """Return the messages of the comparison that are not known to be complete."""
         under_way = self._under_way
         return [] if under_way is None else under_way.position()[1]
 

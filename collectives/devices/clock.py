@@ -43,16 +43,16 @@ class TimedEvent:
 
 
 class Clock:
-    """The clock of a device, which is compared with that of the host now and then."""
+    """The clock of a device, which is compared with the clock of the host now and then."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver, self._lock = driver, threading.Lock()
         self._last: Reading | None = None
 
     def read(self) -> Reading:
-        """A reading, of the last second if the device answers.  Raises DriverError.
+        """Return a reading, of the last second if the device answers.
 
-        Raises TimeoutError if it has never answered.
+        Raises DriverError, and TimeoutError if the device has never answered.
         """
         with self._lock:
             if self._last is None or time.perf_counter() - self._last.seconds > _SECONDS:
@@ -62,9 +62,9 @@ class Clock:
             return self._last
 
     def _tries(self) -> Iterator[tuple[float, Reading]]:
-        """Some readings, each after the seconds by which it may be wrong.
+        """Yield some readings, each after the seconds by which it may be wrong.
 
-        A stream may share a queue with one that waits for a rank, so it is not waited for.
+        A stream may share a queue with one that waits for a rank, so its event is not waited for.
         """
         stream = STREAMS.borrow(self._driver)
         try:
@@ -80,14 +80,14 @@ class Clock:
             STREAMS.abandon(self._driver, stream)
 
     def seconds(self, reading: Reading, event: TimedEvent) -> float:
-        """When the device came to an event after a reading.  Raises DriverError."""
+        """Return when the device came to an event after a reading.  Raises DriverError."""
         return reading.seconds + self._driver.seconds_between(reading.event.event, event.event)
 
 
 def timed_end(
     driver: Driver, backend: Backend, stream: int, then: Callable[[float], object]
 ) -> tuple[TimedEvent, Callable[[], None]]:
-    """The end of what is on a stream, and what tells `then` when the device came there.
+    """Return the end of what is on a stream, and a function that tells `then` when it was.
 
     Raises DriverError, or TimeoutError: see `Clock.read`.
     """
@@ -103,5 +103,5 @@ def timed_end(
 
 @cache
 def _clock_of(driver: Driver) -> Clock:
-    """The clock of the device of a driver."""
+    """Return the clock of the device of a driver."""
     return Clock(driver)

@@ -1,8 +1,8 @@
 """Whether the ranks of a host run at the same time, so that their kernels can wait for each other.
 
 Ranks that share a GPU take turns of milliseconds, unless NVIDIA's Multi-Process Service runs; ranks
-with a GPU each do not.  Nothing is asked for that: when the ranks agree on their links, a kernel of
-each sends signals around all ranks, and only what that takes counts.
+with a GPU each do not.  No setting is read: when the ranks agree on their links, a kernel of each
+sends signals around all ranks, and the time that this takes decides.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ _UINT8 = np.dtype(np.uint8)  # of a kernel that only copies, and here only signa
 
 
 def counters_of(driver: Driver, num_ranks: int) -> Allocation | None:
-    """Memory for a rank's counters in all runs that can be under way, and a kernel that uses it.
+    """Return memory for a rank's counters in all runs that can be under way.
 
-    None if there is no such kernel.  To load it and to allocate may wait for all streams.
+    None if there is no kernel that uses it.  To load the kernel and to allocate may wait for all
+    streams.
     """
     if driver.kernels.interpret(None, _UINT8) is None:
         return None
@@ -52,14 +53,14 @@ def counters_of(driver: Driver, num_ranks: int) -> Allocation | None:
 
 
 def refuse(meeting: Meeting) -> None:
-    """Let the others of a meeting not wait for this rank to try: it will not."""
+    """Tell the other ranks of a meeting that this rank will not try."""
     meeting.answer_change(_READY, FAILS)
 
 
 def _known_of(members: frozenset[Member]) -> str | None:
-    """Why kernels of these cannot wait for each other; None if that is not known.
+    """Return why kernels of these members cannot wait for each other; None if it is not known.
 
-    Where those of more ranks can, so can those of a part.
+    If the kernels of more members can, the kernels of a part of them can too.
     """
     if any(members <= others and not why for others, why in _known.copy().items()):
         return ""
@@ -67,9 +68,9 @@ def _known_of(members: frozenset[Member]) -> str | None:
 
 
 def addresses(meeting: Meeting, counters: dict[int, int]) -> program.Addresses:
-    """Where the kernels find each other in the runs that follow from a meeting.
+    """Return where the kernels find each other in the runs that follow from a meeting.
 
-    `counters`: the memory of each rank's, in this process.
+    `counters` has the address, in this process, of the counters of each rank.
     """
     board, slots = meeting.board, meeting.slots
     num_ranks = len(meeting.ranks)
@@ -83,8 +84,16 @@ def addresses(meeting: Meeting, counters: dict[int, int]) -> program.Addresses:
 class Handshake:
     """Signals around all ranks of a communicator, by a kernel of each, which are timed.
 
-    `members`: what identifies the process and the device of each rank.  `counters`: the memory of
-    each rank's.
+    Parameters
+    ----------
+    driver : Driver
+        The driver of this rank's device.
+    meeting : Meeting
+        The meeting of the ranks.
+    members : frozenset of Member
+        What identifies the process and the device of each rank.
+    counters : dict of int to int
+        The address of the counters of each rank that has any.
     """
 
     def __init__(
@@ -96,7 +105,7 @@ class Handshake:
     def try_it(self) -> Waits:
         """Return why kernels cannot wait for each other, as far as this rank knows; "" if they can.
 
-        No kernel begins before all ranks are ready for that: their hosts may wait for each other.
+        No kernel begins before all ranks are ready: their hosts may wait for each other.
         """
         verdicts = yield from self._verdicts()
         if FAILS in verdicts:
@@ -106,7 +115,7 @@ class Handshake:
         return _known_of(self._members)
 
     def _verdicts(self) -> Waits:
-        """What all ranks say: that they are ready or sure, or that they cannot try."""
+        """Return what all ranks say: that they are ready or sure, or that they cannot try."""
         verdict = WORKS if _known_of(self._members) is None else _SURE
         if len(self._counters) < len(self._meeting.ranks):
             verdict = FAILS
@@ -125,7 +134,7 @@ class Handshake:
         return ""
 
     def _words(self) -> program.Words:
-        """The words of the kernel."""
+        """Return the words of the kernel."""
         rank, num_ranks = self._meeting.board.rank, len(self._meeting.ranks)
         steps = [*_around(rank, num_ranks)]
         rises = {step.operation.counter: NUM_ROUNDS for step in steps if step.operation.counter}
@@ -135,9 +144,9 @@ class Handshake:
         return words
 
     def _timed(self) -> Waits:
-        """The least seconds of a kernel after the first one, which waits for all; None: too many.
+        """Return the least seconds of a kernel after the first one, which waits for all ranks.
 
-        A host that is late, once, does not count.
+        None if the kernels do not end in time.  A host that is late once does not count.
         """
         driver = self._driver
         kernel, words = driver.kernels.interpret(None, _UINT8), self._words()
@@ -158,7 +167,7 @@ class Handshake:
                 STREAMS.give_back_event(driver, event, is_timed=True)
 
     def _until_ended(self, event: int) -> Waits:
-        """Wait for the kernels; return whether they have ended by themselves."""
+        """Wait for the kernels; return whether they have ended by themselves in time."""
         deadline = time.monotonic() + _SECONDS
 
         def has_ended() -> bool:
@@ -184,7 +193,7 @@ class Handshake:
 
 
 def _around(rank: int, num_ranks: int) -> Iterator[Step]:
-    """Signals to the next rank, each after that of the rank before."""
+    """Yield signals to the next rank, each after a signal of the rank before."""
     onward = Counter(rank, (rank + 1) % num_ranks)
     awaited = Counter((rank - 1) % num_ranks, rank)
     for value in range(1, NUM_ROUNDS + 1):

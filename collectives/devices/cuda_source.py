@@ -1,8 +1,8 @@
 """The source of the kernels of a GPU, in CUDA C++: what combines and divides arrays.
 
-Their results are those of the host, to the bit; only a NaN may have another sign or payload.  One
-rule is fixed here that the host's NumPy chooses by its processor: each product in a product of
-complex numbers is rounded.
+Their results are equal to the results of the host, to the bit; only a NaN may have another sign or
+payload.  One rule is fixed here that the host's NumPy chooses by its processor: each product in a
+product of complex numbers is rounded.
 
 An address is a multiple of what CUDA requires of the dtype, which for a complex number is the size
 of its real part.  The result is one of the operands, or overlaps none.
@@ -230,19 +230,22 @@ extern "C" __global__ void divide(Word address, Word num_elements, Word divisor)
 
 
 def combine_source(function: str, dtype: np.dtype[Any]) -> str | None:
-    """The source of the kernel `combine` for the NumPy function of this name, or None."""
-    found = combining(function, dtype)
-    return found and found + _COMBINE_KERNEL
+    """Return the source of the kernel `combine` for the NumPy function of this name, or None."""
+    source = combining(function, dtype)
+    return source and source + _COMBINE_KERNEL
 
 
 def divide_source(dtype: np.dtype[Any]) -> str | None:
-    """The source of the kernel `divide`, or None."""
-    found = dividing(dtype)
-    return found and _types(dtype, _value("add", dtype)) + _UNITS + found + _DIVIDE_KERNEL
+    """Return the source of the kernel `divide`, or None."""
+    source = dividing(dtype)
+    return source and _types(dtype, _value("add", dtype)) + _UNITS + source + _DIVIDE_KERNEL
 
 
 def combining(function: str, dtype: np.dtype[Any]) -> str | None:
-    """The source of types, units, and what combines elements; None if it is not served."""
+    """Return the source of types, units, and the function that combines elements.
+
+    None if the function or the dtype is not served.
+    """
     result = _result(function, dtype) if _is_served(function, dtype) else None
     if result is None:
         return None
@@ -256,7 +259,10 @@ __device__ Stored combined(Stored left, Stored right) {{
 
 
 def dividing(dtype: np.dtype[Any]) -> str | None:
-    """The source of what divides elements, whose types and units come before; or None."""
+    """Return the source of the functions that divide elements, or None.
+
+    It follows the source of types and units.
+    """
     if not has_infinities(dtype) or not _is_served("add", dtype):
         return None
     real = "double" if dtype.name in ("float64", "complex128") else "float"
@@ -264,7 +270,7 @@ def dividing(dtype: np.dtype[Any]) -> str | None:
 
 
 def _is_served(function: str, dtype: np.dtype[Any]) -> bool:
-    """Whether an operator with this function serves the dtype, and kernels can load it."""
+    """Return whether an operator with this function serves the dtype, and kernels can load it."""
     op = _FUNCTIONS.get(function)
     if op is None or not dtype.isnative or dtype.name not in _STORED:
         return False
@@ -276,7 +282,7 @@ def _is_served(function: str, dtype: np.dtype[Any]) -> bool:
 
 
 def _types(dtype: np.dtype[Any], value: str) -> str:
-    """The types of elements and values, and what converts them."""
+    """Return the source of the types of elements and values, and of their conversions."""
     name = dtype.name
     before = _COMPLEX if dtype.kind == "c" else _BITS if dtype.itemsize == 2 else ""
     convert = {"bool": _BOOL, "float16": _FLOAT16, "bfloat16": _BFLOAT16}.get(name, _PLAIN)
@@ -284,7 +290,7 @@ def _types(dtype: np.dtype[Any], value: str) -> str:
 
 
 def _value(function: str, dtype: np.dtype[Any]) -> str:
-    """The type in which elements are computed.
+    """Return the type in which elements are computed.
 
     Integers that are combined are unsigned, because signed ones must not overflow in C++.
     """
@@ -296,7 +302,7 @@ def _value(function: str, dtype: np.dtype[Any]) -> str:
 
 
 def _result(function: str, dtype: np.dtype[Any]) -> str | None:
-    """What combines x and y, as an expression; None if NumPy's way is not known."""
+    """Return the expression that combines x and y; None if NumPy's way is not known."""
     if function in ("minimum", "maximum"):
         comparison = _comparison(function, dtype)
         return comparison and f"x {comparison} y || x != x ? x : y"
@@ -306,7 +312,7 @@ def _result(function: str, dtype: np.dtype[Any]) -> str | None:
 
 @cache
 def _comparison(function: str, dtype: np.dtype[Any]) -> str | None:
-    """The comparison for which NumPy takes the left element; it matters for 0.0 and -0.0."""
+    """Return the comparison for which NumPy takes the left element; it matters for 0.0 and -0.0."""
     strict, or_equal = ("<", "<=") if function == "minimum" else (">", ">=")
     if not has_infinities(dtype):
         return strict

@@ -1,8 +1,8 @@
 """Memory of a device that MPI sends from and receives into, where MPI takes its addresses.
 
-It belongs to the library, as page-locked memory for messages does: an array is copied to it before
-a message is sent, and from it when one has arrived.  So receives are posted as early, and arrays
-are in use as long, as with messages in host memory.
+The memory belongs to the library, as page-locked memory for messages does: an array is copied to it
+before a message is sent, and from it when a message has arrived.  So receives are posted as early,
+and arrays are in use as long, as with messages in host memory.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from collectives.devices.shadow import give_back, taken
 class DirectMemory:
     """Memory of a device for messages; see `MessageMemory`.
 
-    Memory of the driver's own, because memory of a pool may be in use by a stream that used it
-    before, for which MPI does not wait.
+    The driver allocates it, because memory of a pool may be in use by a stream that used it before,
+    for which MPI does not wait.
     """
 
     link = "direct"

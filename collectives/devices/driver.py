@@ -18,7 +18,7 @@ _WORD, _UNSIGNED, _POINTER = ctypes.c_int64, ctypes.c_uint32, ctypes.c_void_p
 
 
 class IpcHandle(ctypes.Structure):
-    """What names an allocation to other processes."""
+    """The handle by which other processes open an allocation."""
 
     _fields_ = (("bytes", ctypes.c_ubyte * 64),)
 
@@ -85,7 +85,7 @@ class Kernels(Protocol):
     """
 
     def combine(self, function: str, dtype: np.dtype[Any]) -> int | None:
-        """The kernel that combines up to 8 operands with the NumPy function of this name, or None.
+        """Return the kernel that combines up to 8 operands with a NumPy function, or None.
 
         Its parameters are 12 words: the address of the result, the operands that come on the left
         (bit k stands for operand k), the numbers of operands and of elements, and the addresses of
@@ -93,13 +93,13 @@ class Kernels(Protocol):
         """
 
     def divide(self, dtype: np.dtype[Any]) -> int | None:
-        """The kernel that divides floating-point or complex numbers in place, or None.
+        """Return the kernel that divides floating-point or complex numbers in place, or None.
 
         Its parameters are 3 words: the address, the number of elements, the divisor.
         """
 
     def interpret(self, function: str | None, dtype: np.dtype[Any]) -> int | None:
-        """The kernel that runs a device program, or None; see `interpreter_source`.
+        """Return the kernel that runs a device program, or None; see `interpreter_source`.
 
         It combines with the NumPy function of this name, if there is one; else it only copies.  Its
         parameters are the words of `kernel_program`, and the number of the run.
@@ -109,9 +109,16 @@ class Kernels(Protocol):
 class Driver:
     """The functions of one driver.
 
-    `addresses`: of the functions.  `kernels`: of the device that is current.  `most_outstanding`:
-    the operations that a call has on its stream at most.  A stream has room for about a thousand;
-    to enqueue more would block the host, for which other ranks may wait in another call.
+    Attributes
+    ----------
+    addresses : dict of str to int
+        The addresses of the functions.
+    kernels : Kernels
+        The kernels of the device that is current.
+    most_outstanding : int
+        The operations that a call has on its stream at most.  A stream has room for about a
+        thousand; to enqueue more would block the host, for which other ranks may wait in another
+        call.
     """
 
     most_outstanding = 512
@@ -133,19 +140,19 @@ class Driver:
             raise DriverError(name, code)
 
     def new_event(self, *, is_timed: bool = False) -> int:
-        """A new event."""
+        """Return a new event."""
         event = _WORD()
         self.call("cuEventCreate", ctypes.addressof(event), 0 if is_timed else DISABLE_TIMING)
         return event.value
 
     def seconds_between(self, start: int, end: int) -> float:
-        """The time between two timed events that are complete."""
+        """Return the time between two timed events that are complete."""
         milliseconds = ctypes.c_float()
         self.call("cuEventElapsedTime", ctypes.addressof(milliseconds), start, end)
         return milliseconds.value * 1e-3
 
     def new_stream(self) -> int:
-        """A new stream."""
+        """Return a new stream."""
         stream = _WORD()
         self.call("cuStreamCreate", ctypes.addressof(stream), NON_BLOCKING)
         return stream.value
@@ -156,45 +163,51 @@ class Driver:
         self.try_call("cuThreadExchangeStreamCaptureMode", ctypes.addressof(mode))
 
     def is_complete(self, event: int) -> bool:
-        """Whether all work before the event is done.  Raises DriverError if it has failed."""
+        """Return whether all work before the event is done.
+
+        Raises DriverError if the work has failed.
+        """
         code = self.try_call("cuEventQuery", event)
         if code != 0 and code != NOT_READY and code not in CAPTURING:
             raise DriverError("cuEventQuery", code)
         return code == 0
 
     def is_capturing(self, stream: int) -> bool:
-        """Whether a stream is captured for a graph."""
+        """Return whether a stream is captured for a graph."""
         status = ctypes.c_int()
         self.call("cuStreamIsCapturing", stream, ctypes.addressof(status))
         return status.value != 0
 
     def allocation(self, address: int) -> tuple[int, int]:
-        """The address and the size of the allocation that contains an address."""
+        """Return the address and the size of the allocation that contains an address."""
         base, size = _WORD(), _WORD()
         arguments = ctypes.addressof(base), ctypes.addressof(size), address
         self.call("cuMemGetAddressRange_v2", *arguments)
         return base.value, size.value
 
     def buffer_id(self, address: int) -> int:
-        """The number of an allocation, which no later one has."""
+        """Return the number of an allocation, which no later allocation has."""
         number = _WORD()
         self.call("cuPointerGetAttribute", ctypes.addressof(number), BUFFER_ID, address)
         return number.value
 
     def allocate(self, num_bytes: int) -> int:
-        """Memory that can be opened in other processes."""
+        """Return the address of new memory that can be opened in other processes."""
         address = _WORD()
         self.call("cuMemAlloc_v2", ctypes.addressof(address), num_bytes)
         return address.value
 
     def handle(self, address: int) -> bytes:
-        """The handle of an allocation.  Raises DriverError if it cannot be opened elsewhere."""
+        """Return the handle of an allocation.
+
+        Raises DriverError if other processes cannot open the allocation.
+        """
         handle = IpcHandle()
         self.call("cuIpcGetMemHandle", ctypes.addressof(handle), address)
         return bytes(handle.bytes)
 
     def open(self, handle: bytes) -> int:
-        """The address, in this process, of an allocation of another process."""
+        """Return the address, in this process, of an allocation of another process."""
         address, given = _WORD(), IpcHandle.from_buffer_copy(handle)
         arguments = ctypes.addressof(address), given, LAZY_PEER_ACCESS
         self.call("cuIpcOpenMemHandle_v2", *arguments)
@@ -205,7 +218,7 @@ class Driver:
         self.call("cuIpcCloseMemHandle", address)
 
     def num_blocks_at_once(self, kernel: int, num_threads: int) -> int:
-        """How many blocks of a kernel the device can run at the same time, if nothing else runs."""
+        """Return how many blocks of a kernel the device can run at once, if nothing else runs."""
         device, num_processors, num_blocks = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
         self.call("cuCtxGetDevice", ctypes.addressof(device))
         where = ctypes.addressof(num_processors), NUM_MULTIPROCESSORS, device.value
@@ -215,13 +228,13 @@ class Driver:
         return num_blocks.value * num_processors.value
 
     def num_devices(self) -> int:
-        """The devices that this process can use."""
+        """Return the number of devices that this process can use."""
         number = ctypes.c_int()
         self.call("cuDeviceGetCount", ctypes.addressof(number))
         return number.value
 
     def uuid(self) -> bytes:
-        """The 16 bytes that identify the current device, in all processes."""
+        """Return the 16 bytes that identify the current device, in all processes."""
         device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
         self.call("cuCtxGetDevice", ctypes.addressof(device))
         self.call("cuDeviceGetUuid_v2", ctypes.addressof(uuid), device)
@@ -229,7 +242,10 @@ class Driver:
 
 
 def addresses_in_libcuda() -> dict[str, int]:
-    """The addresses of the functions.  Raises OSError or AttributeError if there is no driver."""
+    """Return the addresses of the functions.
+
+    Raises OSError or AttributeError if there is no driver.
+    """
     library = ctypes.CDLL("libcuda.so.1")
     return {
         name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in FUNCTIONS

@@ -9,7 +9,10 @@ _known: dict[str, Driver] = {}  # by the names of backends
 
 
 def driver_of(backend: Backend) -> Driver:
-    """The driver of a backend's device.  Raises LookupError, which says why there is none."""
+    """Return the driver of a backend's device.
+
+    Raises LookupError, which says why there is none.
+    """
     if backend.name not in _known:
         _known[backend.name] = _new(backend)
     return _known[backend.name]

@@ -127,7 +127,7 @@ call11 = caller(11, ir.IntType(32))
 
 @njit(nogil=True, error_model="numpy")
 def run(state: int, nanoseconds: int) -> int:
-    """Number and log a run, and advance it for at most `nanoseconds`."""
+    """Begin a run, which is numbered and logged, and advance it for at most `nanoseconds`."""
     if load(state + 8 * MINE) == 0 or load(state + 8 * TURN) >= load(state + 8 * LAST_TURN):
         return MISFIT
     begin(state)
@@ -138,9 +138,9 @@ def run(state: int, nanoseconds: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def note_start(state: int) -> int:
-    """Note what is on the caller's stream now, after which the run begins, and nothing later.
+    """Note what is on the caller's stream now: the run begins after that, and after nothing later.
 
-    NOTED, CAPTURED or FAILED.
+    Return NOTED, CAPTURED or FAILED.
     """
     stream, status = load(state + 8 * OF_CALLER), state + 8 * FLAG
     code = call2(load(state + 8 * IS_CAPTURING), (stream, status))
@@ -156,7 +156,7 @@ def note_start(state: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def is_of_capture(code: int) -> bool:
-    """Whether an error code says that a stream is captured."""
+    """Return whether an error code says that a stream is captured."""
     return FIRST_OF_CAPTURE <= code <= LAST_OF_CAPTURE
 
 
@@ -164,7 +164,7 @@ def is_of_capture(code: int) -> bool:
 def come(state: int, number: int, flags: int) -> None:
     """Let the peers see that this rank has come to a run.
 
-    `flags`: HAS_CHANGED, MUST_MEET if it cannot run on the device, or 0.
+    The flags are HAS_CHANGED, MUST_MEET if the run cannot be on the device, or 0.
     """
     turn = load(state + 8 * TURN) + 1
     store(state + 8 * TURN, turn)
@@ -174,13 +174,13 @@ def come(state: int, number: int, flags: int) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def word_of(number: int, turn: int, flags: int) -> int:
-    """The word that says that a rank has come."""
+    """Return the word that says that a rank has come to a turn."""
     return (((number << TURN_BITS) | turn) << FLAG_BITS) | flags
 
 
 @njit(nogil=True, error_model="numpy")
 def is_late(word: int, mine: int) -> bool:
-    """Whether the word of a peer says that it has not come to the turn of this rank."""
+    """Return whether the word of a peer says that it has not come to the turn of this rank."""
     turns = (1 << TURN_BITS) - 1
     its_turn, turn = (word >> FLAG_BITS) & turns, (mine >> FLAG_BITS) & turns
     return its_turn < turn or (its_turn == turn and word >> FLAG_BITS < mine >> FLAG_BITS)
@@ -188,7 +188,7 @@ def is_late(word: int, mine: int) -> bool:
 
 @njit(nogil=True, error_model="numpy")
 def look(state: int) -> int:
-    """Whether all peers have come, and it is the turn of this run; see `look_once`.
+    """Return DONE if all peers have come and it is the turn of this run; else see `look_once`.
 
     If all seem to have come, it looks again: one may have left before the last one came.
     """
@@ -201,10 +201,11 @@ def look(state: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def look_once(state: int) -> int:
-    """Whether all peers have come; CHANGED if one of them, or this rank, has other arrays.
+    """Return DONE if all peers have come, else WAITING.
 
-    MEET if one of them makes this run in another way.  A peer that has already come to its next
-    turn was here in this one, and no rank had other arrays.
+    Return CHANGED if a peer or this rank has other arrays, and MEET if a peer makes this run in
+    another way.  A peer that has already come to its next turn was here in this one, and no rank
+    had other arrays.
     """
     turn, mine = load(state + 8 * TURN), load(load(state + 8 * MINE))
     answer = CHANGED if mine & HAS_CHANGED != 0 else DONE
@@ -282,7 +283,7 @@ def wait(state: int, nanoseconds: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def query(state: int) -> int:
-    """Whether the device has done all that is enqueued; then the stream has room again."""
+    """Return DONE if the device has done all that is enqueued; then the stream has room again."""
     order = load(state + 8 * ORDER)
     code = call1(load(state + 8 * QUERY_EVENT), (load(order + 8 * LAST_EVENT),))
     if code == NOT_READY or is_of_capture(code):  # another thread may capture a stream
@@ -303,7 +304,7 @@ def record_event(state: int) -> int:
 def follow(state: int) -> int:
     """Begin after the last run and after the start that was noted, with higher values.
 
-    The run goes on the caller's stream, unless it has another one.
+    The run is enqueued on the caller's stream, unless it has a stream of its own.
     """
     answer, order = query(state), load(state + 8 * ORDER)
     if answer == DRIVER_ERROR:
@@ -389,9 +390,9 @@ def copy(state: int, row: int) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def num_blocks(num_bytes: int) -> int:
-    """The blocks of threads of a kernel on so many bytes; each thread has 16 bytes at a time."""
-    each = THREADS * _BYTES_EACH
-    return max(1, min((num_bytes + each - 1) // each, _MOST_BLOCKS))
+    """Return the number of blocks of a kernel on so many bytes; a thread takes 16 at a time."""
+    block_bytes = THREADS * _BYTES_EACH
+    return max(1, min((num_bytes + block_bytes - 1) // block_bytes, _MOST_BLOCKS))
 
 
 @njit(nogil=True, error_model="numpy")

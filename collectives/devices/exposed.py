@@ -26,7 +26,14 @@ MOST_SCRATCH = 16 << 20  # bytes that a call keeps for the next one of its kind
 class Exposed:
     """The arrays of one rank in a call.
 
-    `why_staged`: why this rank's arrays cannot be used by its peers; "" if they can.
+    Parameters
+    ----------
+    links : Links
+        The links of the rank.
+    call : DeviceCall
+        The call.
+    why_staged : str
+        Why the peers cannot use this rank's arrays; "" if they can.
     """
 
     def __init__(self, links: Links, call: DeviceCall, why_staged: str = "") -> None:
@@ -45,7 +52,7 @@ class Exposed:
     def detach(self, when_unused: Callable[[Callable[[], object]], object]) -> None:
         """Release the arrays.
 
-        `when_unused`: calls a function when the device does not use their memory.
+        `when_unused` calls a function when the device does not use their memory.
         """
         del self._operands
         if self._shadow is not None:
@@ -53,9 +60,9 @@ class Exposed:
             self._shadow = None
 
     def fields(self, loop: Loop, *, is_plan: bool) -> dict[str, Any]:
-        """The fields of the record of this rank.
+        """Return the fields of the record of this rank.
 
-        `loop`: has noted the start of the run.  `is_plan`: whether all runs have these arrays.
+        The start of the run has been noted in `loop`.  All runs of a plan have these arrays.
         """
         links, why, fields = self._links, self._why_staged, dict(self._constant)
         if loop.start == loop.names.CAPTURED:
@@ -75,7 +82,7 @@ class Exposed:
         return {**fields, "why_staged": why.encode()[:_TEXT_BYTES]}
 
     def _is_aligned(self) -> bool:
-        """Whether kernels can read the arrays, if it needs any."""
+        """Return whether kernels can read the arrays, if the call needs kernels."""
         dtype = self._operands.output.dtype
         unit = dtype.itemsize // (1 + (dtype.kind == "c"))
         extents = self._extents[:2]
@@ -83,7 +90,10 @@ class Exposed:
         return are_aligned or self._operands.function is None
 
     def buffers(self) -> Any:
-        """The records of the buffers of this rank, or of their shadow.  Raises DriverError."""
+        """Return the records of the buffers of this rank, or of their shadow.
+
+        Raises DriverError.
+        """
         describe, extents = self._links.describe, self._extents
         try:
             if self._shadow is None:
@@ -96,7 +106,7 @@ class Exposed:
         )
 
     def with_shadow(self, rows: Words) -> tuple[Words, int]:
-        """The rows of a program with those that copy to and from the shadow; where it begins."""
+        """Return the rows of a program with copies to and from the shadow, and its first row."""
         if self._shadow is None:
             return rows, 0
         before, after = self._shadow.rows_before(), self._shadow.rows_after()
@@ -105,14 +115,14 @@ class Exposed:
     # Arrays of calls that follow each other without a meeting
 
     def keep(self, buffers: Any) -> None:
-        """Let the peers keep these buffers open, and no others; None: none at all."""
+        """Let the peers keep these buffers open, and no others; with None, none at all."""
         pinned = [] if buffers is None else [number for number in buffers["id"].tolist() if number]
         self._links.exports.pin(pinned)
         self._links.exports.unpin(self._pinned)
         self._kept, self._pinned = buffers, pinned
 
     def other_buffers(self) -> Any:
-        """The records of the buffers if the peers do not know them; else None.
+        """Return the records of the buffers if the peers do not know them; else None.
 
         Raises DriverError.
         """
@@ -127,12 +137,12 @@ class Exposed:
 
 
 def _as_records(buffers: Sequence[Buffer]) -> Any:
-    """The records of buffers, as one array."""
+    """Return the records of buffers, as one array."""
     return np.array(buffers, BUFFER_RECORD)
 
 
 def _constant_fields(links: Links, call: DeviceCall) -> dict[str, Any]:
-    """The fields of the record that are the same for all runs of a call."""
+    """Return the fields of the record that are the same for all runs of a call."""
     aliasing = call.spec.aliasing
     code = {"odd": _ODD, "none": _NONE}
     return {
@@ -149,6 +159,6 @@ def _constant_fields(links: Links, call: DeviceCall) -> dict[str, Any]:
 
 
 def aliasing_of(record: Any) -> Aliasing:
-    """Where the output of a rank lies beside its input."""
+    """Return where the output of a rank lies beside its input."""
     aliasing = int(record["aliasing"])
     return "odd" if aliasing == _ODD else "none" if aliasing == _NONE else aliasing

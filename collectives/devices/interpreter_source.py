@@ -38,7 +38,7 @@ _CONSTANTS = {
     "PEER_AT": program.PEER_AT,
     "IS_READ_AT": program.IS_READ_AT,
     "BASE_AT": program.BASE_AT,
-    **{each.name: int(each) for each in (*DeviceKind, *KernelWord)},
+    **{member.name: int(member) for member in (*DeviceKind, *KernelWord)},
 }
 
 # Counters are raised and read in the order of all memory of the system, barriers in that of the
@@ -218,10 +218,10 @@ _DIVIDES = "if (kind == DIVIDE) divide_all(out, num_bytes / sizeof(Stored), divi
 
 
 def interpreter_source(function: str | None, dtype: np.dtype[Any]) -> str | None:
-    """The source of the kernel `interpret`, or None.
+    """Return the source of the kernel `interpret`, or None.
 
-    `function`: the name of the NumPy function that combines, in which case only arrays of this
-    dtype are combined, and divided if it adds; None: everything is only copied.
+    With the name of a NumPy function, the kernel combines arrays of this dtype with it, and divides
+    them if the function adds.  With None it only copies.
     """
     parts = UNTYPED if function is None else combining(function, dtype)
     if parts is None:

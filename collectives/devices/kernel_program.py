@@ -23,11 +23,12 @@ Words = NDArray[np.int64]
 NUM_WORDS = 500
 
 # The words of the head: the number of ranks, and this one; where the operations begin and end; the
-# divisor; the address of the memory for barriers, and that of the words for the host, which
+# divisor; the address of the memory for barriers, and the address of the words for the host, which
 # `KernelWord` numbers.
 NUM_RANKS, RANK, FIRST, END, DIVISOR, BARRIER, HOST, NUM_HEAD_WORDS = range(8)
 
-# Of each rank: the address of its counters, and their least value in this program; its buffers.
+# The words of each rank: the address of its counters, their least value in this program, and its
+# buffers.
 RANK_WORDS = 2 + len(BUFFERS)
 
 # Bits of the first word of a row, from the kind on; of a counter, from the value on; of a place,
@@ -41,25 +42,33 @@ GENERATION_AT = 32  # in the values of counters
 
 
 def counters_bytes(num_ranks: int) -> int:
-    """The memory for one rank's counters in a program, and for the barriers of its kernel."""
+    """Return the bytes for one rank's counters in a program, and for the barriers of its kernel."""
     return 8 * (2 * num_ranks + BARRIER_WORDS)
 
 
 def barrier_of(counters: int, num_ranks: int) -> int:
-    """The address of the memory for barriers, behind the counters."""
+    """Return the address of the memory for barriers, behind the counters."""
     return counters + 8 * 2 * num_ranks
 
 
 def floor_of(generation: int) -> int:
-    """The least value of counters that were used by other programs before."""
+    """Return the least value of counters that were used by other programs before."""
     return generation << GENERATION_AT
 
 
 class Addresses(NamedTuple):
     """Where the kernels of all ranks find each other.
 
-    `counters`: of each rank, in its device's memory.  `floors`: their least values.  `barrier`: of
-    this rank.  `host`: the words in the memory of the host.
+    Attributes
+    ----------
+    counters : sequence of int
+        The address of the counters of each rank, in its device's memory.
+    floors : sequence of int
+        The least values of these counters.
+    barrier : int
+        The address of the memory for barriers of this rank.
+    host : int
+        The address of the words in the memory of the host.
     """
 
     counters: Sequence[int]
@@ -71,9 +80,9 @@ class Addresses(NamedTuple):
 def words_of(
     steps: Sequence[Step], rank: int, num_ranks: int, rises: Mapping[Counter, int], divisor: int
 ) -> Words | None:
-    """The words of a rank's program without addresses; None if they are too many.
+    """Return the words of a rank's program without addresses; None if they are too many.
 
-    `rises`: by how much each run raises the counters.
+    `rises` says by how much each run raises the counters.
     """
     first = NUM_HEAD_WORDS + RANK_WORDS * num_ranks
     rows = [word for row in _rows(steps, rank, rises) for word in row]
@@ -86,26 +95,26 @@ def words_of(
 
 
 def set_addresses(words: Words, addresses: Addresses) -> None:
-    """Write into the words what stays for all runs."""
+    """Write into the words the addresses that stay for all runs."""
     ranks = _words_of_ranks(words)
     ranks[:, 0], ranks[:, 1] = addresses.counters, addresses.floors
     words[BARRIER], words[HOST] = addresses.barrier, addresses.host
 
 
 def set_starts(words: Words, starts: Words) -> None:
-    """Write into the words where the buffers start, those of each rank in turn."""
+    """Write into the words where the buffers of each rank in turn start."""
     _words_of_ranks(words)[:, 2:] = starts.reshape(-1, len(BUFFERS))
 
 
 def _words_of_ranks(words: Words) -> Words:
-    """A row for each rank, which is a part of the words."""
+    """Return the part of the words with a row for each rank."""
     return words[NUM_HEAD_WORDS : words[FIRST]].reshape(-1, RANK_WORDS)
 
 
 def _rows(
     steps: Sequence[Step], rank: int, rises: Mapping[Counter, int]
 ) -> Iterator[Sequence[int]]:
-    """The rows, each as words."""
+    """Yield the rows, each as words."""
     for group in _grouped(steps):
         (number, (first, is_after_barrier)), count = group[0], len(group)
         if first.kind in SYNCHRONIZING:
@@ -120,7 +129,10 @@ def _rows(
 
 
 def _grouped(steps: Sequence[Step]) -> Iterator[list[tuple[int, Step]]]:
-    """The operations, numbered; consecutive signals together, unless a barrier is between them."""
+    """Yield the numbered operations in groups.
+
+    Consecutive signals, and consecutive awaits, are one group unless a barrier is between them.
+    """
     number_of_group = 0
 
     def group(numbered: tuple[int, Step]) -> tuple[DeviceKind, int]:
@@ -136,7 +148,7 @@ def _grouped(steps: Sequence[Step]) -> Iterator[list[tuple[int, Step]]]:
 def _head(
     kind: DeviceKind, is_after_barrier: bool, count: int, lefts: int, number: int
 ) -> tuple[int]:
-    """The first word of a row; `number`: of its first operation."""
+    """Return the first word of a row, with the number of its first operation."""
     word = kind | is_after_barrier << BARRIER_AT | count << COUNT_AT
     return (word | lefts << LEFTS_AT | number << NUMBER_AT,)
 
@@ -144,7 +156,7 @@ def _head(
 def _counter(
     operation: DeviceOperation, rank: int, rises: Mapping[Counter, int]
 ) -> tuple[int, int]:
-    """The words of a signal or an await: its value and the other rank; and its rise in a run."""
+    """Return the words of a signal or an await: its value with the other rank, and its rise."""
     counter = operation.counter
     assert counter is not None
     peer = counter.reader if counter.writer == rank else counter.writer

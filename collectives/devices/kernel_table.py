@@ -40,8 +40,20 @@ BYTES_OF_A_BLOCK = 16 << 10
 class KernelTable(NamedTuple):
     """A device program that a kernel runs.
 
-    `words`: see `kernel_program`; `placed` writes addresses into them.  `kernel`: its address.
-    `counters`: the memory of each rank's.
+    Attributes
+    ----------
+    operations : tuple of DeviceOperation
+        The operations of the program.
+    words : array of int
+        See `kernel_program`; `placed` writes addresses into them.
+    kernel : int
+        The address of the kernel.
+    num_blocks : int
+        The number of its blocks.
+    counters : dict of int to int
+        The address of the counters of each rank.
+    most_runs : int
+        How often it can run.
     """
 
     operations: tuple[DeviceOperation, ...]
@@ -52,7 +64,7 @@ class KernelTable(NamedTuple):
     most_runs: int
 
     def placed(self, meeting: Meeting, starts: Words) -> Words:
-        """The rows, with addresses: that of the words, and where the numbers of runs are."""
+        """Return the row that launches the kernel, with the addresses of its parameters."""
         kernel_program.set_addresses(self.words, addresses(meeting, self.counters))
         kernel_program.set_starts(self.words, starts)
         row = np.zeros((1, ROW_WORDS), np.int64)
@@ -65,15 +77,15 @@ class KernelTable(NamedTuple):
         kernel_program.set_starts(self.words, starts)
 
     def watched(self, text: str, meeting: Meeting, rows: Words, loop: Loop) -> WatchedKernel:
-        """What is watched in the runs of these rows."""
+        """Return what is watched in the runs of these rows."""
         return WatchedKernel(text, meeting, self.operations, rows, loop)
 
 
 class Ranks(NamedTuple):
     """The device programs of all ranks, their memories, and by how much runs raise the counters.
 
-    `are_plans`: whether ranks may start them in any order, so that the kernels of many of them must
-    have room on a device.
+    Ranks may start programs of plans in any order, so the kernels of many of them must have room on
+    a device.
     """
 
     lowered: Sequence[DeviceProgram]
@@ -82,7 +94,7 @@ class Ranks(NamedTuple):
     are_plans: bool
 
     def words(self, rank: int, divisor: int) -> Words | None:
-        """The words of a rank's program; None if a kernel cannot run it, or should not."""
+        """Return the words of a rank's program; None if a kernel cannot run it, or should not."""
         program, most = self.lowered[rank], BYTES_OF_A_BLOCK if self.are_plans else MOST_BYTES
         is_small = all(operation.size <= most for operation in program.operations)
         if not is_small or not can_be_kernel(program):
@@ -94,7 +106,10 @@ class Ranks(NamedTuple):
 def kernel_table(
     ranks: Ranks, rank: int, loop: Loop, counters: dict[int, int], most_blocks: int
 ) -> KernelTable | None:
-    """The table of a rank; None if not all ranks run their programs as kernels, as all find out."""
+    """Return the table of a rank; None unless all ranks run their programs as kernels.
+
+    All ranks come to the same result.
+    """
     every = [ranks.words(other, loop.divisor) for other in range(len(ranks.lowered))]
     words, operations = every[rank], ranks.lowered[rank].operations
     if words is None or any(other is None for other in every):

@@ -13,7 +13,7 @@ _LEAST_CAPABILITY = 70  # of a GPU that reads and writes in the order of a syste
 
 
 class CudaKernels:
-    """The kernels of the current device.  CuPy compiles each when it is first needed."""
+    """The kernels of the current device, each of which CuPy compiles when it is first needed."""
 
     def __init__(self) -> None:
         import cupy  # noqa: PLC0415 - only where there is a GPU
@@ -22,15 +22,15 @@ class CudaKernels:
         self._functions: dict[tuple[int, str], Any] = {}  # code is unloaded when they go
 
     def combine(self, function: str, dtype: np.dtype[Any]) -> int | None:
-        """The address of the kernel for the NumPy function of this name, or None."""
+        """Return the address of the kernel for the NumPy function of this name, or None."""
         return self._address("combine", combine_source(function, dtype))
 
     def divide(self, dtype: np.dtype[Any]) -> int | None:
-        """The address of the kernel that divides, or None."""
+        """Return the address of the kernel that divides, or None."""
         return self._address("divide", divide_source(dtype))
 
     def interpret(self, function: str | None, dtype: np.dtype[Any]) -> int | None:
-        """The address of the kernel that runs device programs, or None."""
+        """Return the address of the kernel that runs device programs, or None."""
         if int(self._cuda.Device().compute_capability) < _LEAST_CAPABILITY:
             return None
         return self._address("interpret", interpreter_source(function, dtype))
@@ -44,7 +44,7 @@ class CudaKernels:
         return int(self._functions[key].ptr)
 
     def _compiled(self, name: str, code: str) -> Any:
-        """The function, loaded on the current device.
+        """Return the function, loaded on the current device.
 
         `cupy.RawModule` would flush subnormal numbers to zero: it adds an option that says so.
         """

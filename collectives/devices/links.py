@@ -1,9 +1,9 @@
 """The links between the devices of a communicator's ranks: which can read each other's memory.
 
-The ranks of a host agree on it at the first call on a device.  Each reads a pattern out of the
-memory of every other one, and their streams await each other once: what a device says of its
+The ranks of a host agree on it at the first call on a device.  Each rank reads a pattern out of the
+memory of every other rank, and their streams await each other once: what a device says of its
 abilities is not asked.  Pairs for which that fails are staged, as are ranks of other hosts.  If all
-read each other, they also find out whether their kernels can wait for each other.
+ranks read each other, they also find out whether their kernels can wait for each other.
 """
 
 from __future__ import annotations
@@ -59,20 +59,32 @@ _users = itertools.count(1)  # the numbers of links in this process
 
 
 def pattern(process: int) -> Any:
-    """The words that the ranks of a process let the others read."""
+    """Return the words that the ranks of a process let the others read."""
     return np.random.default_rng(process).integers(0, 2**63, _PATTERN_WORDS, np.int64)
 
 
 class Links:
     """The links of one rank of a communicator, for one device.
 
-    `staged`: the pairs of ranks of this host that cannot read each other's memory; None until all
-    have agreed.  `by_mpi`: the link of their messages, as of those between hosts.  `why`: for other
-    ranks, why this one cannot read their memory.  `why_last_staged`: why the last call that was
-    staged was.  `why_lost`: why this rank does not know what the others may have agreed on, so that
-    it stages all calls; "" if it does.  `why_no_kernels`: why kernels of the ranks cannot wait for
-    each other, as far as this rank knows; "" if they can; None until that was tried.  `counters`:
-    the memory of all ranks' counters for kernels, as it is seen from this process.
+    Attributes
+    ----------
+    staged : frozenset of (int, int) or None
+        The pairs of ranks of this host that cannot read each other's memory; None until all ranks
+        have agreed.
+    by_mpi : str
+        The link of messages between such ranks, and between hosts.
+    why : dict of int to str
+        Why this rank cannot read the memory of another rank; "" if it can.
+    why_last_staged : str
+        Why the last call that was staged was staged.
+    why_lost : str
+        Why this rank does not know what the others may have agreed on, so that it stages all calls;
+        "" if it knows.
+    why_no_kernels : str or None
+        Why kernels of the ranks cannot wait for each other, as far as this rank knows; "" if they
+        can; None until they have tried.
+    counters : dict of int to int
+        The addresses, in this process, of the ranks' counters for kernels.
     """
 
     why_last_staged = why_lost = ""
@@ -104,15 +116,15 @@ class Links:
         return UNTRIED if self.why_no_kernels is None else NO if self.why_no_kernels else YES
 
     def agree_on_kernels(self, answers: Collection[int]) -> int:
-        """What follows for a call, from the answers of all ranks; a rank's NO is for all calls."""
+        """Return what the answers of all ranks mean for a call; a NO holds for all later calls."""
         if NO in answers:
             self.why_no_kernels = self.why_no_kernels or _OTHERS
-        return next((each for each in (NO, LACKING) if each in answers), min(answers))
+        return next((answer for answer in (NO, LACKING) if answer in answers), min(answers))
 
     def describe_counters(self) -> Buffer:
-        """The memory of this rank's counters for kernels, made at first use; empty if it has none.
+        """Return the memory of this rank's counters for kernels; empty if the rank has none.
 
-        It stays open as long as the communicator.
+        It is allocated at first use, and stays open as long as the communicator.
         """
         try:
             if self._counters is None and self.can_try_kernels:
@@ -128,13 +140,13 @@ class Links:
         return buffer
 
     def is_peer(self, rank: int) -> bool:
-        """Whether this rank and another one can read each other's memory."""
+        """Return whether this rank and another one can read each other's memory."""
         pair = min(rank, self.board.rank), max(rank, self.board.rank)
         is_local = self.board.parts[rank] is not None
         return is_local and self.staged is not None and pair not in self.staged
 
     def link(self, rank: int) -> str:
-        """How the messages of this rank reach another one; see `Row.link` of ledgers."""
+        """Return how the messages of this rank reach another one; see `Row.link` of ledgers."""
         if not self.is_peer(rank):
             return self.by_mpi
         return "thread" if self.is_of_one_process else "peer"
@@ -149,13 +161,14 @@ class Links:
         return "another pair of ranks is staged" if self.staged else ""
 
     def pointer(self, stream: Any) -> int:
-        """The driver's handle of a stream of the backend."""
+        """Return the driver's handle of a stream of the backend."""
         return int(stream.ptr)
 
     def describe(self, address: int, num_bytes: int, owner: object = None) -> Buffer:
-        """A buffer for the others.  Raises DriverError if they cannot open it.
+        """Return a buffer for the other ranks.  Raises DriverError if they cannot open it.
 
-        `owner`: what keeps its memory as long as others may have it open; None: the caller does.
+        Its `owner` keeps its memory as long as other ranks may have it open; without an owner the
+        caller does.
         """
         if not num_bytes:
             return Buffer(0, 0)
@@ -170,14 +183,14 @@ class Links:
         return memory is not None and memory.is_of_threads
 
     def address(self, record: Any, number: int) -> int:
-        """The address, in this process, of a buffer of a rank.  Raises DriverError."""
+        """Return the address, in this process, of a buffer of a rank.  Raises DriverError."""
         buffer, process = record["buffers"][number], int(record["process"])
         if process == self.process or not buffer["size"]:
             return int(buffer["address"])
         return self._openings.open(process, buffer, self.user)
 
     def is_open(self, record: Any) -> bool:
-        """Whether this rank has opened all memory of a rank."""
+        """Return whether this rank has opened all memory of a rank."""
         process = int(record["process"])
         if process == self.process:
             return True
@@ -192,7 +205,7 @@ class Links:
     def free(self, *, has_failed: bool) -> None:
         """Close all memory of peers, and release what they had opened.
 
-        `has_failed`: whether kernels of peers may still raise counters.
+        After a failure, kernels of peers may still raise counters, so the memory of counters stays.
         """
         self._openings.free(self.user)
         self.exports.free()
@@ -213,9 +226,9 @@ class Proposal:
         return self._meeting.is_published
 
     def publish(self, check: int) -> bool:
-        """Publish the memory that holds the pattern of this rank.
+        """Publish the memory that holds the pattern of this rank; return whether there was room.
 
-        `check`: the number of the comparison before the call, or 0.
+        `check` is the number of the comparison before the call, or 0.
         """
         links = self._links
         fields: dict[str, Any] = {"process": links.process, "uuid": np.void(links.uuid)}
@@ -231,7 +244,7 @@ class Proposal:
     def agree(self, call: Meeting, check: Check | None) -> Waits:
         """Agree with the others, unless some rank makes the call on host arrays.
 
-        `call`: the meeting for the call itself.
+        `call` is the meeting for the call itself.
         """
         meeting, links = self._meeting, self._links
         is_over, missing = meeting.for_all()[:2]
@@ -273,9 +286,9 @@ class Proposal:
             self._meeting.leave()
 
     def _is_needless(self, call: Meeting) -> bool:
-        """Whether a rank has come to the call that proposes nothing.
+        """Return whether some rank has come to the call without a proposal.
 
-        It has agreed on links in another call, in which this rank agrees as well.
+        That rank has agreed on links in another call, in which this rank agrees as well.
         """
         call.missing()
         self._meeting.missing()  # after that: a proposal is published before the record
@@ -299,17 +312,17 @@ class Proposal:
         yield meeting.for_answers(_ANSWERED)
 
     def _opened_counters(self, meeting: Meeting) -> dict[int, int]:
-        """The memory of each rank's counters for kernels, of the ranks that have any."""
-        found = dict[int, int]()
+        """Return the address of each rank's counters for kernels, of the ranks that have any."""
+        counters = dict[int, int]()
         for rank in meeting.ranks:
             record = meeting.record(rank)
             if not record["why_staged"] and record["buffers"][_COUNTERS]["size"]:
                 with suppress(DriverError):  # its pattern cannot be read either
-                    found[rank] = self._links.address(record, _COUNTERS)
-        return found
+                    counters[rank] = self._links.address(record, _COUNTERS)
+        return counters
 
     def _staged_pairs(self, verdicts: dict[int, int]) -> Iterator[Pair]:
-        """The pairs of which one cannot read the other's memory."""
+        """Yield the pairs of which one cannot read the other's memory."""
         parts = self._links.board.parts
         for low, high in combinations(sorted(verdicts), 2):
             both = verdicts[low] >> (parts[high] or 0) & verdicts[high] >> (parts[low] or 0) & 1
@@ -317,7 +330,7 @@ class Proposal:
                 yield low, high
 
     def _why_unreadable(self, rank: int) -> str:
-        """Why this rank cannot read the memory of another one; "" if the pattern is there."""
+        """Return why this rank cannot read another one's memory; "" if the pattern is there."""
         record = self._meeting.record(rank)
         if record["why_staged"]:
             return f"rank {rank}: {record['why_staged'].decode(errors='replace')}"
@@ -325,34 +338,34 @@ class Proposal:
         if is_thread and record["uuid"].tobytes() != self._links.uuid:
             return f"rank {rank} is a thread of this process on another GPU"
         try:
-            found = self._read_pattern(record)
+            words = self._read_pattern(record)
         except DriverError as error:
             return f"the memory of rank {rank} cannot be read: {error}"
-        if not np.array_equal(found, pattern(int(record["process"]))):
+        if not np.array_equal(words, pattern(int(record["process"]))):
             return f"the memory of rank {rank} is read with wrong contents"
         return ""
 
     def _read_pattern(self, record: Any) -> Any:
-        """What is where another rank has its pattern.  Raises DriverError."""
-        driver, found = self._driver, np.zeros(_PATTERN_WORDS, np.int64)
-        with _LOCK:  # the place is that of all threads
+        """Return the words in the place of another rank's pattern.  Raises DriverError."""
+        driver, words = self._driver, np.zeros(_PATTERN_WORDS, np.int64)
+        with _LOCK:  # all threads use the same place
             place = probe_of(driver, self._links.process).address + _PATTERN_BYTES
             stream = STREAMS.borrow(driver)
             try:
                 source = self._links.address(record, 0)
                 driver.call("cuMemcpyDtoDAsync_v2", place, source, _PATTERN_BYTES, stream.handle)
-                arguments = found.ctypes.data, place, _PATTERN_BYTES, stream.handle
+                arguments = words.ctypes.data, place, _PATTERN_BYTES, stream.handle
                 driver.call("cuMemcpyDtoHAsync_v2", *arguments)
                 driver.call("cuStreamSynchronize", stream.handle)
             finally:
                 STREAMS.give_back(driver, stream)
-        return found
+        return words
 
     def _try_counters(self, others: list[int]) -> Waits:
         """Let the streams of these ranks and of this one await each other.
 
-        A stream waits only for what is certainly written: all answer when that is enqueued.  The
-        result is _FAILED if this rank's stream has not written, else 0.
+        A stream waits only for what is certainly written: all answer when that is enqueued.  Return
+        _FAILED if this rank's stream has not written, else 0.
         """
         board, slots, driver = self._links.board, self._meeting.slots, self._driver
         written = [board.counter(self._rank, slots[self._rank], rank, False) for rank in others]
@@ -386,7 +399,9 @@ class Proposal:
             refuse(meeting)
             return "some ranks cannot read each other's memory, or are threads"
         records = map(meeting.record, meeting.ranks)
-        members = frozenset((int(each["process"]), each["uuid"].tobytes()) for each in records)
+        members = frozenset(
+            (int(record["process"]), record["uuid"].tobytes()) for record in records
+        )
         return (yield from Handshake(self._driver, meeting, members, links.counters).try_it())
 
     def _note(self, ranks: Iterable[int], why: str) -> None:
@@ -394,7 +409,7 @@ class Proposal:
         self._links.why |= {rank: why for rank in ranks if not self._links.why[rank]}
 
     def _await_counters(self, stream: Stream, others: list[int]) -> Waits:
-        """Let the stream await what those of other ranks have written."""
+        """Let the stream await what the streams of other ranks have written."""
         board, slots, driver = self._links.board, self._meeting.slots, self._driver
         awaited = [board.counter(rank, slots[rank], self._rank, False) for rank in others]
         STREAMS.note_waiting(driver, stream)
@@ -438,7 +453,7 @@ _page_locked: dict[int, Any] = {}  # by address, the memory of hosts
 
 
 def probe_of(driver: Driver, process: int) -> Allocation:
-    """Memory with the pattern of this process, and room for another one; made once."""
+    """Return memory, made once, with the pattern of this process and room for another one."""
     with _LOCK:
         if driver not in _probes:
             probe, words = Allocation(driver, 2 * _PATTERN_BYTES), pattern(process)

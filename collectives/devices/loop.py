@@ -35,7 +35,7 @@ class Functions(NamedTuple):
 
 @cache
 def compiled() -> Functions:
-    """The compiled functions, which are compiled or loaded at first use."""
+    """Return the compiled functions, which are compiled or loaded at first use."""
     from collectives.devices import enqueue  # noqa: PLC0415 - it imports numba
     from collectives.engines.executor import log_end  # noqa: PLC0415
 
@@ -51,7 +51,7 @@ def compiled() -> Functions:
 
 @cache
 def _port() -> Words:
-    """The words of `executor.py` that a device program needs of a port."""
+    """Return the words of `executor.py` that a device program needs of a port."""
     from collectives.engines import executor  # noqa: PLC0415 - it imports numba
 
     library, port = ctypes.CDLL(None), np.zeros(executor.NUM_PORT_WORDS, np.int64)
@@ -67,11 +67,18 @@ def _port() -> Words:
 class Loop:
     """The words of the compiled loop; see `enqueue`.
 
-    `interpreter`: the kernel that runs whole programs, loaded if they may be kernels; else 0.
-    `num_blocks_at_once`: how many blocks of it the device can run at the same time.
-    `seconds`: how long `advance` may wait.  `limit`: the seconds that a run may take on the device;
-    None: those of the communicator.  `enqueued`: what an asynchronous run puts on its stream; None:
-    the run is enqueued on the caller's.
+    Attributes
+    ----------
+    interpreter : int
+        The kernel that runs whole programs, loaded if they may be kernels; else 0.
+    num_blocks_at_once : int
+        How many blocks of this kernel the device can run at the same time.
+    seconds : float
+        How long `advance` may wait.
+    limit : float or None
+        The seconds that a run may take on the device; None for the limit of the communicator.
+    enqueued : Enqueued or None
+        What an asynchronous run puts on its stream; None if the run is on the caller's stream.
     """
 
     seconds = 0.0
@@ -166,8 +173,14 @@ class Loop:
     def keep(self, mine: Words, peers: Sequence[Words], most_turns: int) -> None:
         """Let the same rows run again.
 
-        `mine`: the word by which the peers see that this rank has come.  `peers`: theirs.
-        `most_turns`: how often they can run again at most.
+        Parameters
+        ----------
+        mine : array
+            The word by which the peers see that this rank has come.
+        peers : sequence of arrays
+            The words of the peers.
+        most_turns : int
+            How often the rows can run again at most.
         """
         names = self.names
         self._mine = mine, peers
@@ -201,10 +214,7 @@ class Loop:
         return self._checked(self._functions.run(self.address, nanoseconds))
 
     def come(self, number: int, *, has_changed: bool) -> None:
-        """Start a run of this number.
-
-        `has_changed`: whether this rank has other arrays than in the last run.
-        """
+        """Start a run of this number; say whether this rank has other arrays than in the last."""
         self._functions.come(self.address, number, self.names.HAS_CHANGED if has_changed else 0)
 
     def go_on(self) -> None:
@@ -237,7 +247,7 @@ class Loop:
         return self._checked(self._functions.advance(self.address, int(self.seconds * 1e9)))
 
     def _checked(self, answer: int) -> int:
-        """The answer of the loop, unless the driver has failed."""
+        """Return the answer of the loop.  Raises DriverError if the driver has failed."""
         if answer == self.names.DRIVER_ERROR:
             raise DriverError("running a program", int(self.words[self.names.ERROR]))
         return answer
@@ -256,7 +266,7 @@ class Loop:
     def use_own_stream(self, enqueued: Enqueued) -> None:
         """Enqueue the next run, or the rest of this one, on a stream of its own.
 
-        `enqueued`: what to record at its end.  Raises DriverError.
+        The event of `enqueued` is recorded at its end.  Raises DriverError.
         """
         self.enqueued, (stream, event) = enqueued, self.order.stream
         self.words[self.names.OWN_STREAM], self.words[self.names.ENDED] = stream, enqueued.event
@@ -266,7 +276,7 @@ class Loop:
             self.words[self.names.STREAM] = stream
 
     def has_room(self, num_operations: int) -> bool:
-        """Whether the stream has room for operations that Python enqueues."""
+        """Return whether the stream has room for operations that Python enqueues."""
         outstanding = int(self.order.words[self.names.NUM_OUTSTANDING])
         return outstanding + num_operations <= self._driver.most_outstanding
 
@@ -281,13 +291,13 @@ class Loop:
             self._functions.log_end(self.address, state)
 
     def can_advance(self) -> bool:
-        """Whether it would not only wait."""
+        """Return whether `advance` would do more than wait."""
         if self.is_coming:
             return self._functions.look(self.address) != self.names.WAITING
         return self.order.has_ended
 
     def late(self) -> list[int]:
-        """The indices of the peers that are not known to have come to the run."""
+        """Return the indices of the peers that are not known to have come to the run."""
         (mine, peers), is_late = self._mine, self.names.is_late.py_func
         return [at for at, word in enumerate(peers) if is_late(int(word[0]), int(mine[0]))]
 

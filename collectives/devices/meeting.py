@@ -13,8 +13,16 @@ from collectives.lowering import Counter
 class Wait(NamedTuple):
     """What an execution waits for, and the ranks that are still missing.
 
-    `is_at_work`: whether a device is at work meanwhile.  `is_in_code`: whether the next step can
-    wait too, in compiled code.
+    Attributes
+    ----------
+    is_over : function
+        Returns whether the wait is over.
+    missing : function
+        Returns the ranks that are still missing.
+    is_at_work : bool
+        Whether a device is at work meanwhile.
+    is_in_code : bool
+        Whether the next step can wait too, in compiled code.
     """
 
     is_over: Callable[[], bool]
@@ -32,7 +40,7 @@ class Wait(NamedTuple):
 
 
 Waits = Generator[Wait | None, None, Any]
-"""The steps of a call: what it waits for between them; None: for a message."""
+"""The steps of a call: what it waits for between them; None if it waits for a message."""
 
 
 class Meeting:
@@ -55,20 +63,20 @@ class Meeting:
         return self.board.rank in self.slots
 
     def publish(self, fields: Mapping[str, Any]) -> bool:
-        """Publish the record of this rank; False if too many calls are under way."""
+        """Publish the record of this rank; return False if too many calls are under way."""
         slot = self.board.publish(self.key, fields)
         if slot is not None:
             self.slots[self.board.rank] = slot
         return slot is not None
 
     def absent(self) -> list[int]:
-        """The ranks that are known to make the call on host arrays."""
+        """Return the ranks that are known to make the call on host arrays."""
         board = self.board
         others = [rank for rank in self.ranks if rank not in self.slots]
         return [rank for rank in others if board.is_on_host(rank, self.key)]
 
     def missing(self) -> list[int]:
-        """The ranks of which it is not known what they do."""
+        """Return the ranks that have not come, and are not known to be absent."""
         for rank in self.ranks:
             if rank not in self.slots:
                 slot = self.board.find(rank, self.key)
@@ -78,21 +86,21 @@ class Meeting:
         return [rank for rank in self.ranks if rank not in self.slots and rank not in absent]
 
     def for_all(self) -> Wait:
-        """Wait until all ranks have come, or one is known not to come."""
+        """Return the wait until all ranks have come, or one is known not to come."""
         return Wait(lambda: not self.missing() or bool(self.absent()), self.missing)
 
     def record(self, rank: int) -> Any:
-        """The record of a rank that has come, in the memory that the ranks share."""
+        """Return the record of a rank that has come, in the memory that the ranks share."""
         if rank not in self._records:
             self._records[rank] = self.board.record(rank, self.slots[rank])
         return self._records[rank]
 
     def arrival(self, rank: int) -> Any:
-        """The word by which a rank that has come says that it has come again: one element."""
+        """Return the word, an array of one element, by which a rank says that it has come again."""
         return self.board.arrival(rank, self.slots[rank])
 
     def word(self, counter: Counter) -> Any:
-        """The memory of a counter of this call: an array of one element."""
+        """Return the memory of a counter of this call, an array of one element."""
         writer, reader, is_read = counter
         return self.board.counter(writer, self.slots[writer], reader, is_read)
 
@@ -110,7 +118,7 @@ class Meeting:
         self.record(self.board.rank)["buffers"] = buffers
 
     def answer_change(self, turn: int, verdict: int) -> Wait:
-        """Say that this rank has read the records of other buffers; wait for all to say so."""
+        """Say that this rank has read the records of other buffers; return the wait for all."""
         self.record(self.board.rank)["answer"] = 4 * turn + verdict
 
         def missing() -> list[int]:
@@ -120,15 +128,15 @@ class Meeting:
         return Wait(lambda: not missing(), missing)
 
     def all_can_change(self) -> bool:
-        """Whether all ranks have answered that they can use the other buffers."""
+        """Return whether all ranks have answered that they can use the other buffers."""
         return all(self.record(rank)["answer"] % 4 == WORKS for rank in self.ranks)
 
     def verdicts(self) -> dict[int, int]:
-        """The answers of all ranks; 0 where there is none yet."""
+        """Return the answers of all ranks; 0 where there is none yet."""
         return {rank: int(self.record(rank)["verdict"]) for rank in self.ranks}
 
     def for_answers(self, least: int = 1) -> Wait:
-        """Wait until all ranks have answered, with at least this number."""
+        """Return the wait until all ranks have answered with at least this number."""
 
         def missing() -> list[int]:
             return [rank for rank, verdict in self.verdicts().items() if verdict < least]

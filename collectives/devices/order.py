@@ -52,7 +52,10 @@ class Mark(Protocol):
 class Marks:
     """The ends of messages that were left to the device, each on some stream.
 
-    `error`: the error code with which the driver has ended some; 0: it has not.
+    Attributes
+    ----------
+    error : int
+        The error code with which the driver has ended some of them; 0 if it has not.
     """
 
     error = 0
@@ -75,7 +78,7 @@ class Marks:
             return bool(self._marks)
 
     def _has_ended(self, mark: Enqueued) -> bool:
-        """Whether the device has done it, or its driver has failed."""
+        """Return whether the device has done it, or its driver has failed."""
         code = self._driver.try_call("cuEventQuery", mark.event)
         if code == NOT_READY or code in CAPTURING:
             return False
@@ -86,7 +89,10 @@ class Marks:
 class Turns:
     """The calls of a communicator that are under way, and not all enqueued: the first comes first.
 
-    `words`: its number, or 0; compiled code reads it.
+    Attributes
+    ----------
+    words : array
+        The number of the first call, or 0; compiled code reads it.
     """
 
     def __init__(self) -> None:
@@ -112,7 +118,7 @@ class Turns:
         return not self._calls
 
     def has_come_to(self, call: int) -> bool:
-        """Whether no earlier call is under way."""
+        """Return whether no earlier call is under way."""
         return bool(self.words[0] in (0, call))
 
 
@@ -166,8 +172,13 @@ class Held:
 class Order:
     """Runs that follow each other on a device.
 
-    `stream`: of runs whose caller goes on meanwhile.  Its event is recorded at the end of each run.
-    `error`: the error code with which the driver has ended runs; 0: it has not.
+    Attributes
+    ----------
+    stream : Stream
+        The stream of runs whose caller goes on meanwhile.  Its event is recorded at the end of each
+        run.
+    error : int
+        The error code with which the driver has ended runs; 0 if it has not.
     """
 
     error = 0
@@ -185,7 +196,7 @@ class Order:
         finalize(self, STREAMS.drop, driver, self.stream).atexit = False
 
     def new_mark(self) -> Enqueued:
-        """What is about to be enqueued."""
+        """Return a new mark, whose event is to be recorded behind what is enqueued next."""
         return Enqueued(self._driver, self._backend)
 
     @property
@@ -229,7 +240,7 @@ class Order:
             _lost.append(then)
 
     def _end_of_runs(self) -> Enqueued:
-        """A mark behind all runs so far; one for all that asks, as long as no run follows."""
+        """Return a mark behind all runs so far, the same one as long as no run follows."""
         num_runs, (stream, event) = int(self.words[self._names.NUM_RUNS]), self.stream
         known_for, mark = self._last_mark
         if mark is None or known_for != num_runs:

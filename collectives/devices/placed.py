@@ -31,7 +31,12 @@ Records = Mapping[int, Any]
 class Placed:
     """What the device of one rank does in a call, from one meeting of the ranks to the next.
 
-    `table`: the program that followed from the meeting.  `watched`: its rows, or None.
+    Attributes
+    ----------
+    table : Table or KernelTable
+        The program that followed from the meeting.
+    watched : Watched or None
+        What is watched in the runs of its rows, until `end`.
     """
 
     watched: Watched | None = None
@@ -57,8 +62,6 @@ class Placed:
     def _new_buffers(self) -> MessageBuffers:
         return MessageBuffers(self._transport.message_memory(self._backend))
 
-    # Addresses
-
     def find(self, records: Records) -> Words:
         """Return where the buffers of all ranks start.  Raises DriverError."""
         starts = np.zeros((self._transport.size, len(BUFFERS)), np.int64)
@@ -68,7 +71,7 @@ class Placed:
         return starts.reshape(-1)
 
     def _table(self, records: Records, *, may_be_kernels: bool) -> Table | KernelTable:
-        """The table of this rank, which depends on where each rank's output lies."""
+        """Return the table of this rank, which depends on where each rank's output lies."""
         me, staged = self._transport.rank, self._links.staged or frozenset()
         ranks = range(self._transport.size)
         aliasings = [aliasing_of(records[r]) if r in records else "none" for r in ranks]
@@ -88,7 +91,7 @@ class Placed:
         aliasings: Sequence[Aliasing],
         rises: Mapping[Counter, int],
     ) -> KernelTable | None:
-        """The table of a kernel, if all ranks can run the call as kernels."""
+        """Return the table of a kernel, if all ranks can run the call as kernels."""
         links, itemsize = self._links, self._call.spec.dtype.itemsize
         memories = [Spans(aliasing, itemsize) for aliasing in aliasings]
         num_sharing = sum(uuid == links.uuid for uuid in links.uuids.values())
@@ -109,7 +112,7 @@ class Placed:
     ) -> None:
         """Begin the first run after a meeting.
 
-        `may_be_kernels`: whether all ranks have said that their kernels can wait for each other.
+        It may be kernels if all ranks have said that their kernels can wait for each other.
         """
         self.table = self._table(records, may_be_kernels=may_be_kernels)
         rows, self._first_row = exposed.with_shadow(self.table.placed(meeting, starts))
@@ -123,13 +126,8 @@ class Placed:
         self.table.set_starts(self._loop.rows, starts)
         self._loop.go_on()
 
-    # Runs
-
     def finish(self, tag: int) -> Waits:
-        """Enqueue all rows, except for those that need the host.
-
-        `tag`: of messages.
-        """
+        """Enqueue all rows; run on the host those that need it, with messages of this tag."""
         loop = self._loop
         for_room = Wait(loop.can_advance, self.late, is_at_work=True, is_in_code=True)
         while (answer := loop.advance()) != loop.names.DONE:
@@ -143,11 +141,11 @@ class Placed:
             self._on_host = None
 
     def progress(self) -> bool:
-        """Let MPI move the messages of a run; return whether it has any."""
+        """Let MPI move the messages of a run; return whether any are under way."""
         return self._on_host is not None and self._on_host.progress()
 
     def waiting_for(self) -> list[Waiting]:
-        """The messages that are not known to be complete."""
+        """Return the messages that are not known to be complete."""
         on_host = self._on_host
         return [] if on_host is None else on_host.waiting_for()
 
@@ -164,14 +162,14 @@ class Placed:
         yield from self._on_host.run(at, watched.operations[at], watched.rows, watched.meeting.word)
 
     def late(self) -> list[int]:
-        """The ranks whose signals the device of this rank still awaits."""
+        """Return the ranks whose signals the device of this rank still awaits."""
         awaited = [] if self.watched is None else self.watched.awaited()
-        return sorted({each.writer for each in awaited})
+        return sorted({operation.writer for operation in awaited})
 
     def round_of(self, num_rounds: int) -> int:
-        """The round in which the device is, or of the operation that is enqueued next.
+        """Return the round in which the device is, or of the operation that is enqueued next.
 
-        `num_rounds`: of the program.
+        Return `num_rounds`, the number of rounds of the program, if all is done.
         """
         if self.watched is None:  # the ranks are still coming
             return 0
@@ -189,8 +187,6 @@ class Placed:
             return ""
         return f"row {awaited[0].row} of {len(self.watched.operations)} of its device"
 
-    # The end
-
     def detach(self) -> None:
         """Release the memory for messages, when the device has read it."""
         if self._buffers.is_used:
@@ -198,7 +194,7 @@ class Placed:
             self._buffers = self._new_buffers()
 
     def end(self) -> None:
-        """Let others use the memory of the meeting, when the device does not use it any more."""
+        """Let other calls use the memory of the meeting, when the device has done with it."""
         if self.watched is not None:
             self._loop.forget()
             self._loop.order.after_all(partial(self._watch.end, self.watched))

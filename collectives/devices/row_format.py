@@ -20,12 +20,12 @@ KERNEL = 2 * ON_HOST  # the kind of a whole program, which `SIZE` blocks of a ke
 
 
 def copy_row(target: int, source: int, size: int) -> Words:
-    """A row, with addresses, that copies some bytes."""
+    """Return a row, with addresses, that copies some bytes."""
     row = np.zeros((1, ROW_WORDS), np.int64)
     row[0, [KIND, SIZE, TARGET, TARGET + 1]] = DeviceKind.COPY, size, target, source
     return row
 
 
 def most_runs(rise: int) -> int:
-    """How often counters can rise by so much: their values have 31 bits."""
+    """Return how often counters can rise by so much: their values have 31 bits."""
     return (2**31 - 1) // max(rise, 1)

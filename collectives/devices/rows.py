@@ -24,7 +24,7 @@ _OF_A_COPY = 2  # operations on the stream: the copy, and its event
 
 
 class _Leaving(NamedTuple):
-    """A message that is sent when the copy of its data is complete: when an event is."""
+    """A message that is sent when the event behind the copy of its data is complete."""
 
     row: int
     peer: int
@@ -33,9 +33,20 @@ class _Leaving(NamedTuple):
 
 
 class HostRows:
-    """Runs the rows of one call that need the host.
+    """The rows of one call that need the host.
 
-    `loop`: knows the stream.  `buffers`: for messages.  `check`: raises the error of a failure.
+    Parameters
+    ----------
+    driver : Driver
+        The driver of the device.
+    messages : Messages
+        The messages of the call.
+    loop : Loop
+        The loop that enqueues the other rows on its stream.
+    buffers : MessageBuffers
+        The memory for messages.
+    check : function
+        Raises the error of a failure.
     """
 
     def __init__(
@@ -67,7 +78,7 @@ class HostRows:
     def run(
         self, row: int, operation: DeviceOperation, rows: Words, word_of: Callable[[Counter], Any]
     ) -> Waits:
-        """Run one row.  `rows`: with addresses.  `word_of`: finds the memory of a counter."""
+        """Run one of the rows, which have addresses; `word_of` returns the memory of a counter."""
         counter = operation.counter
         assert counter is not None
         if operation.kind == SEND:
@@ -99,7 +110,7 @@ class HostRows:
         self._driver.call("cuStreamWaitEvent", self._loop.stream, event, 0)
 
     def _copy_to_message(self, row: int, operation: DeviceOperation, source: int) -> None:
-        """Let the device copy the data of a message, after which it is sent."""
+        """Let the device copy the data of a message, which is sent after that."""
         assert operation.counter is not None
         data, stream = self._data[row], self._loop.stream
         self._loop.order.count(_OF_A_COPY)
@@ -121,17 +132,17 @@ class HostRows:
         order.count_none()
 
     def _send_all(self) -> Waits:
-        """Send all that the device was let copy."""
+        """Send all messages whose data the device copies."""
         while self._leaving:
             yield Wait(self._is_copied, list, is_at_work=True)
             self._send_copied()
 
     def _is_copied(self) -> bool:
-        """Whether the next message is copied, or there is none; then its event is given back."""
+        """Return whether the data of the next message is copied, or there is no next message."""
         return not self._leaving or self._driver.is_complete(self._leaving[0].event)
 
     def _send_copied(self) -> None:
-        """Send what is copied, in order."""
+        """Send the messages whose data is copied, in order; give their events back."""
         while self._leaving and self._is_copied():
             self._check()  # or ranks of other hosts would take void data for theirs
             row, peer, data, event = self._leaving.popleft()

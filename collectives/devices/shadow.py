@@ -14,7 +14,7 @@ from weakref import finalize
 from collectives.devices.driver import Driver
 from collectives.devices.row_format import Words, copy_row
 
-_ALIGNMENT = 512  # of each part of a shadow, in bytes: that of allocations
+_ALIGNMENT = 512  # of each part of a shadow, in bytes, as of allocations
 
 
 class Extent(NamedTuple):
@@ -58,14 +58,14 @@ class Shadow:
         self.memory = taken(driver, size)
 
     def address(self, extent: Extent) -> int:
-        """Where the shadow of an array begins."""
+        """Return where the shadow of an array begins."""
         for part, offset in zip(self._parts, self._offsets, strict=True):
             if part.start <= extent.start and extent.stop <= part.stop:
                 return self.memory.address + offset + extent.start - part.start
         return 0  # of an empty array
 
     def rows_before(self) -> list[Words]:
-        """The rows that copy the input and the output to their shadows."""
+        """Return the rows that copy the input and the output to their shadows."""
         return [
             copy_row(self.address(part), part.start, part.stop - part.start)
             for part in self._parts
@@ -73,7 +73,7 @@ class Shadow:
         ]
 
     def rows_after(self) -> list[Words]:
-        """The rows that copy the shadow of the output back."""
+        """Return the rows that copy the shadow of the output back."""
         target = self._target
         size = target.stop - target.start
         return [copy_row(target.start, self.address(target), size)] if size else []
@@ -84,18 +84,18 @@ class Shadow:
 
 
 def taken(driver: Driver, num_bytes: int) -> Allocation:
-    """An allocation of at least this size that nothing uses.
+    """Return an allocation of at least this size that nothing uses.
 
-    If there is none, it is made, which may wait for all streams.  Raises DriverError.
+    If there is none, a new one is made, which may wait for all streams.  Raises DriverError.
     """
     with _LOCK:
         idle = _idle.setdefault(driver, [])
         fitting = [allocation for allocation in idle if allocation.num_bytes >= num_bytes]
         if fitting:
-            found = min(fitting, key=lambda each: each.num_bytes)
-            idle.remove(found)
-            _used.add(found)
-            return found
+            smallest = min(fitting, key=lambda allocation: allocation.num_bytes)
+            idle.remove(smallest)
+            _used.add(smallest)
+            return smallest
     allocation = Allocation(driver, 1 << (num_bytes - 1).bit_length())
     with _LOCK:
         _used.add(allocation)
@@ -110,7 +110,7 @@ def give_back(driver: Driver, allocation: Allocation) -> None:
 
 
 def _merged(extents: Iterable[Extent]) -> list[Extent]:
-    """The extents of arrays, with those that overlap as one."""
+    """Return the extents of arrays, in which arrays that overlap have one extent."""
     merged: list[Extent] = []
     for extent in sorted(extent for extent in extents if extent.stop > extent.start):
         if merged and extent.start < merged[-1].stop:

@@ -10,9 +10,14 @@ _log = logging.getLogger(__name__)
 
 
 def tell_of_sharing(uuids: Mapping[int, bytes], num_devices: int) -> None:
-    """Log a warning if ranks of a host share a GPU, and use fewer than a process can.
+    """Log a warning if ranks of a host share a GPU, and use fewer GPUs than a process can.
 
-    `uuids`: of the GPU of each rank.  `num_devices`: that this process can use.
+    Parameters
+    ----------
+    uuids : mapping of int to bytes
+        The id of the GPU of each rank.
+    num_devices : int
+        The number of GPUs that this process can use.
     """
     num_used = len(set(uuids.values()))
     if num_used < min(num_devices, len(uuids)):

@@ -27,7 +27,12 @@ _FIRST_PATIENCE, _MOST_PATIENCE = 4, 256  # looks after which the ranks are seen
 class Standstill:
     """What one rank shows while it waits in a blocking call of a communicator.
 
-    `in_flight`: the asynchronous calls of the rank, which may come to other calls meanwhile.
+    Parameters
+    ----------
+    board : Board
+        The memory that the ranks share.
+    in_flight : sequence of PendingCall
+        The asynchronous calls of the rank, which may come to other calls meanwhile.
     """
 
     def __init__(self, board: Board, in_flight: Sequence[PendingCall]) -> None:
@@ -49,8 +54,14 @@ class Standstill:
     def look(self, wait: object, missing: Sequence[int], what: str) -> str:
         """Show that this rank still waits for others; return why that does not end, or "".
 
-        `wait`: what it waits for, the same object as long as that does not change.  `missing`:
-        other ranks.  `what`: the wait, as text.
+        Parameters
+        ----------
+        wait : object
+            What the rank waits for: the same object as long as that does not change.
+        missing : sequence of int
+            The ranks that it waits for.
+        what : str
+            The wait as text.
         """
         self._next_look = time.monotonic() + _SECONDS
         memory = self._board.memory
@@ -83,10 +94,10 @@ class Standstill:
         mine["looks"] += 1
 
     def _is_alone(self) -> bool:
-        """Whether no other thread of this rank, and no call under way, can come to another call."""
+        """Return whether no other thread or call of this rank can come to another call."""
         current = threading.current_thread()
-        others = [each for each in threading.enumerate() if each is not current]
-        return not self._in_flight and all(each.name in _THREADS for each in others)
+        others = [thread for thread in threading.enumerate() if thread is not current]
+        return not self._in_flight and all(thread.name in _THREADS for thread in others)
 
     def _find(self, memory: HostMemory) -> None:
         """End the waits of ranks that stand still, if this one is among them."""
@@ -111,7 +122,7 @@ class Standstill:
 
 
 def _stuck(masks: NDArray[np.int64], parts: Collection[int]) -> list[int]:
-    """The ranks among some of which each waits for another one of them."""
+    """Return the given ranks that stand still: each of them waits for another one of them."""
     stuck = list(parts)
     while True:
         mask = sum(1 << part for part in stuck)

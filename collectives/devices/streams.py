@@ -18,7 +18,7 @@ class Stream(NamedTuple):
 
 
 class User(Protocol):
-    """What uses streams."""
+    """An object that puts work on streams."""
 
     @property
     def is_busy(self) -> bool:
@@ -37,7 +37,7 @@ class Streams:
         self._abandoned = defaultdict[Driver, list[Stream]](list)
 
     def borrow(self, driver: Driver) -> Stream:
-        """A stream on which nothing is."""
+        """Return a stream on which nothing is."""
         self._sweep(driver)
         try:
             return self._idle[driver].pop()
@@ -45,14 +45,14 @@ class Streams:
             return Stream(driver.new_stream(), driver.new_event())
 
     def borrow_event(self, driver: Driver, *, is_timed: bool = False) -> int:
-        """An event that nothing else records."""
+        """Return an event that nothing else records."""
         try:
             return self._events[driver, is_timed].pop()
         except IndexError:
             return driver.new_event(is_timed=is_timed)
 
     def give_back_event(self, driver: Driver, event: int, *, is_timed: bool = False) -> None:
-        """Give back an event, for which a stream may still wait."""
+        """Give an event back, for which a stream may still wait."""
         self._events[driver, is_timed].append(event)
 
     def give_back(self, driver: Driver, stream: Stream) -> None:
@@ -76,7 +76,7 @@ class Streams:
         self._abandoned[driver].append(stream)
 
     def add_user(self, driver: Driver, user: User) -> None:
-        """Note what uses streams now and then, without a call of `note_waiting`."""
+        """Note an object that uses streams without a call of `note_waiting`."""
         with self._lock:
             self._users[driver].add(user)
 
@@ -85,9 +85,9 @@ class Streams:
         self._waiting[driver].add(stream)
 
     def may_block(self, driver: Driver) -> bool:
-        """Whether the host may make calls that wait for all streams of the process.
+        """Return whether the host may make calls that wait for all streams of the process.
 
-        If streams waited for ranks meanwhile whose hosts do the same, all would wait for ever.
+        If streams then waited for ranks whose hosts make such calls too, all would wait for ever.
         """
         self._sweep(driver)
         with self._lock:
@@ -117,7 +117,7 @@ class Events:
         self._known: dict[tuple[Driver, int, int], int] = {}
 
     def of(self, driver: Driver, counter: int, value: int) -> int:
-        """The event that stands for a value of a counter."""
+        """Return the event that stands for a value of a counter."""
         with self._lock:
             key = driver, counter, value
             if key not in self._known:

@@ -40,10 +40,20 @@ from collectives.programs import BUFFERS
 class Table(NamedTuple):
     """A device program without addresses.
 
-    The values of its counters are those of a run before the first one: each run raises them.
+    The values of its counters are the values in a run before the first one: each run raises them.
 
-    `rows`: with offsets in the place of addresses.  `bases`: for each of their places the number of
-    its buffer, `BUFFERS` for each rank.  `counters`: those of the rows `signals`, in this order.
+    Attributes
+    ----------
+    operations : tuple of DeviceOperation
+        The operations of the program.
+    rows : array
+        The rows, with offsets in the place of addresses.
+    bases : array
+        For each place in the rows the number of its buffer, `BUFFERS` for each rank.
+    signals : array
+        The numbers of the rows that have a counter.
+    counters : sequence of Counter
+        The counters of these rows.
     """
 
     operations: tuple[DeviceOperation, ...]
@@ -58,7 +68,7 @@ class Table(NamedTuple):
         return most_runs(int(self.rows[:, RISE].max(initial=1)))
 
     def placed(self, meeting: Meeting, starts: Words) -> Words:
-        """The rows with addresses: of counters, and of the buffers that start there."""
+        """Return the rows with the addresses of counters, and of buffers with these starts."""
         words = {counter: meeting.word(counter).ctypes.data for counter in set(self.counters)}
         rows = self.rows.copy()
         rows[self.signals, COUNTER] = [words[counter] for counter in self.counters]
@@ -70,12 +80,12 @@ class Table(NamedTuple):
         np.add(self.rows[:, PLACES], starts[self.bases], out=rows[:, PLACES])
 
     def watched(self, text: str, meeting: Meeting, rows: Words, loop: Loop) -> WatchedRows:
-        """What is watched in the runs of these rows."""
+        """Return what is watched in the runs of these rows."""
         return WatchedRows(text, meeting, self.operations, rows, loop)
 
 
 def rises_of(programs: Iterable[DeviceProgram]) -> dict[Counter, int]:
-    """By how much each counter rises when these programs run once."""
+    """Return by how much each counter rises when these programs run once."""
     return {
         operation.counter: operation.value  # the last one of each counter
         for program in programs
@@ -87,20 +97,30 @@ def rises_of(programs: Iterable[DeviceProgram]) -> dict[Counter, int]:
 def table_of(
     program: DeviceProgram, rank: int, by_events: frozenset[int], rises: Mapping[Counter, int]
 ) -> Table:
-    """The table of the device program of a rank.
+    """Return the table of the device program of a rank.
 
     If the device waits for any counter, it first raises one of its own rank, which says that it has
-    entered the run.  `by_events`: the peers in the same process, with which events keep the order.
-    `rises`: by how much each run raises the counters.
+    entered the run.
+
+    Parameters
+    ----------
+    program : DeviceProgram
+        The program.
+    rank : int
+        The rank.
+    by_events : frozenset of int
+        The peers in the same process, with which events keep the order.
+    rises : mapping of Counter to int
+        By how much each run raises the counters.
     """
     operations, mark = program.operations, Counter(rank, rank)
-    awaited = {each.counter for each in operations if each.kind == DeviceKind.AWAIT}
-    if any(each is not None and by_events.isdisjoint(each[:2]) for each in awaited):
+    awaited = {operation.counter for operation in operations if operation.kind == DeviceKind.AWAIT}
+    if any(counter is not None and by_events.isdisjoint(counter[:2]) for counter in awaited):
         operations = DeviceOperation(DeviceKind.SIGNAL, 0, mark, 1), *operations
         rises = {**rises, mark: 1}
     rows = np.zeros((len(operations), ROW_WORDS), np.int64)
     bases = np.zeros((len(operations), 1 + MOST_OPERANDS), np.int64)
-    signals = [at for at, each in enumerate(operations) if each.kind in SYNCHRONIZING]
+    signals = [at for at, operation in enumerate(operations) if operation.kind in SYNCHRONIZING]
     for at, operation in enumerate(operations):
         counter = operation.counter
         is_on_host = counter is not None and not by_events.isdisjoint(counter[:2])
@@ -113,8 +133,8 @@ def table_of(
         for number, place in enumerate((operation.target, *operation.operands)):
             if place is not None:
                 bases[at, number], rows[at, TARGET + number] = _base(place), place.offset
-    found = [operations[at].counter for at in signals]
-    counters = [counter for counter in found if counter is not None]
+    of_signals = [operations[at].counter for at in signals]
+    counters = [counter for counter in of_signals if counter is not None]
     return Table(operations, rows, bases, np.array(signals, np.int64), counters)
 
 

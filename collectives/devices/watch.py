@@ -45,9 +45,21 @@ _SECONDS_TO_END = 5.0  # that a device has after it was let go
 class Watch:
     """What one rank of a communicator has left to its device.
 
-    `when_failed`: is called when the communicator has failed.  `limit`: returns the seconds that a
-    run may take on the device; None: any number.  `failure`: the error of all calls after a
-    failure.  `held`: what must not be given up yet.
+    Parameters
+    ----------
+    transport : Transport
+        The transport of the communicator.
+    when_failed : function
+        Called with the error when the communicator has failed.
+    limit : function
+        Returns the seconds that a run may take on the device; None for any number.
+
+    Attributes
+    ----------
+    failure : CollectiveError or None
+        The error of all calls after a failure.
+    held : Held
+        What must not be given up yet.
     """
 
     failure: CollectiveError | None = None
@@ -66,10 +78,8 @@ class Watch:
         self._lock, self._failing = threading.Lock(), threading.Lock()
         _thread().add(self)
 
-    # What is watched
-
     def new_order(self, links: Links) -> Order:
-        """An order of runs that are watched.  Raises DriverError."""
+        """Return an order of runs that are watched.  Raises DriverError."""
         self.driver = links.driver
         order = Order(links.driver, links.backend, self.held)
         with self._lock:
@@ -106,7 +116,7 @@ class Watch:
 
     @property
     def limit(self) -> float | None:
-        """The seconds that a run may take on the device; None: any number."""
+        """The seconds that a run may take on the device; None for any number."""
         return self._limit()
 
     @property
@@ -132,54 +142,55 @@ class Watch:
             call.progress()
         return bool(calls)
 
-    # Failures
-
     def look(self, limit: float | None = None) -> None:
         """Notice a failure, and let the device end then.
 
-        `limit`: the seconds that a run may take on the device; None: its own limit.
+        A run may take `limit` seconds on the device, by default its own limit.
         """
-        if self.failure is None and (found := self._board.failure) is not None:
-            self._fail(found)
+        if self.failure is None and (failure := self._board.failure) is not None:
+            self._fail(failure)
         is_busy = self.is_busy
         self._find_error()
         if not is_busy:
             return
         with self._lock:
-            watched = list(self._watched)
+            all_watched = list(self._watched)
         if self.failure is None:
-            self._find_failure(watched, limit)
+            self._find_failure(all_watched, limit)
         if self.failure is not None:
-            for each in watched:
-                each.let_go()
+            for watched in all_watched:
+                watched.let_go()
 
     def _find_error(self) -> None:
-        """Find a driver that has failed."""
+        """Note a failure if the driver has failed."""
         code = next(filter(None, (order.error for order in self._all_orders())), 0)
         if code and self.failure is None:
             what = f"the driver of the GPU of rank {self._board.rank} has failed with error {code}"
             self.note(RUN_FAILED, what)
 
-    def _find_failure(self, watched: list[Watched | WatchedMessage], limit: float | None) -> None:
-        """Find a device that waits too long, or for a rank that has died."""
-        for each in watched:
-            seconds, awaited = each.standing()
-            most = next((x for x in (limit, each.limit, self.limit) if x is not None), None)
+    def _find_failure(
+        self, all_watched: list[Watched | WatchedMessage], limit: float | None
+    ) -> None:
+        """Note a failure if the device waits too long, or for a rank that has died."""
+        for watched in all_watched:
+            seconds, awaited = watched.standing()
+            most = next((x for x in (limit, watched.limit, self.limit) if x is not None), None)
             awaited = [one for one in awaited if not one.is_by_host]
             dead = [one for one in awaited if self._board.is_dead(one.writer)]
             if dead:
                 writer = dead[0].writer
-                self.note(RANK_DIED, f"rank {writer} has died; {self._waits(each, dead)}", writer)
+                why = f"rank {writer} has died; {self._waits(watched, dead)}"
+                self.note(RANK_DIED, why, writer)
             elif awaited and most is not None and seconds > most:
-                self.note(GAVE_UP, f"{self._waits(each, awaited)} more than {most} s")
+                self.note(GAVE_UP, f"{self._waits(watched, awaited)} more than {most} s")
 
     def _find_death(self) -> None:
-        """Find a rank that has died, whose memory the device may have read after that."""
+        """Note a failure if a rank has died: the device may have read its memory after that."""
         if dead := [rank for rank in self._board.local_ranks if self._board.is_dead(rank)]:
             self.note(RANK_DIED, f"rank {dead[0]} has died", dead[0])
 
     def _waits(self, watched: Watched | WatchedMessage, awaited: list[Awaited]) -> str:
-        """The sentence that says where the device is."""
+        """Return the sentence that says where the device is."""
         first = awaited[0]  # the later ones may also wait for this one
         operation = " ".join(str(first.operation).split())
         place = f"row {first.row} of {len(watched.operations)} ({operation})"
@@ -192,15 +203,13 @@ class Watch:
             self._board.note_failure(kind, why, dead)  # before any device is let go
             self._fail(Failure(self._board.rank, kind, why, dead))
 
-    def _fail(self, found: Failure) -> None:
-        """Let calls fail from now on; whoever sees `failure` can rely on that."""
-        error = _error(found, self._board.rank)
+    def _fail(self, failure: Failure) -> None:
+        """Let calls fail from now on; whoever sees `self.failure` can rely on that."""
+        error = _error(failure, self._board.rank)
         with self._failing:
             if self.failure is None:
                 self._when_failed(error)
                 self.failure = error
-
-    # Waiting on the host
 
     def check(self) -> None:
         """Raise the failure after which what the device has done is void."""
@@ -213,7 +222,7 @@ class Watch:
     def synchronize(self, limit: float | None) -> None:
         """Wait until the device has done all that is enqueued, and raise what went wrong.
 
-        `limit`: the seconds that a run may take on the device; None: its own limit.
+        A run may take `limit` seconds on the device, by default its own limit.
         """
         self.wait_until(lambda: not self.is_busy, limit)
         self.held.release_by(deadline_in(_SECONDS_OF_MARKS))
@@ -223,7 +232,7 @@ class Watch:
     ) -> bool:
         """Wait for the device; return False if the deadline comes first.
 
-        `limit`: see `synchronize`.  Raises what went wrong.
+        The limit is as for `synchronize`.  Raises what went wrong.
         """
 
         def has_ended() -> bool:
@@ -254,18 +263,19 @@ class Watch:
         return poll_until(has_ended, time.monotonic() + _SECONDS_TO_END)
 
 
-def _error(found: Failure, rank: int) -> CollectiveError:
-    """The error of a failure."""
-    why = found.why if found.rank == rank else f"rank {found.rank} says: {found.why}"
-    if found.kind == RANK_DIED:
-        return PeerFailed(why, (found.dead,))
-    return CollectiveTimeout(why) if found.kind == GAVE_UP else CollectiveError(why)
+def _error(failure: Failure, rank: int) -> CollectiveError:
+    """Return the error of a failure, for a rank."""
+    is_own = failure.rank == rank
+    why = failure.why if is_own else f"rank {failure.rank} says: {failure.why}"
+    if failure.kind == RANK_DIED:
+        return PeerFailed(why, (failure.dead,))
+    return CollectiveTimeout(why) if failure.kind == GAVE_UP else CollectiveError(why)
 
 
 class _Thread:
     """The thread of this process that looks at all communicators with devices.
 
-    It keeps those whose device is busy, also if the program has dropped them.
+    It keeps communicators whose device is busy, also if the program has dropped them.
     """
 
     def __init__(self) -> None:
@@ -344,7 +354,7 @@ def _thread() -> _Thread:
 
 
 def _forget() -> None:
-    """In a process that was forked: its thread does not exist."""
+    """Forget the thread in a process that was forked, where it does not exist."""
     global _making
     _making = threading.Lock()
     _threads.clear()

@@ -34,8 +34,16 @@ class Awaited(NamedTuple):
 class Watched(ABC):
     """The device program of one rank, from one meeting of the ranks to the next.
 
-    `text`: the call.  `operations`: of the program.  `rows`: with addresses; their values are those
-    of the run that was enqueued last.
+    Attributes
+    ----------
+    text : str
+        The call.
+    meeting : Meeting
+        The meeting.
+    operations : sequence of DeviceOperation
+        The operations of the program.
+    rows : array
+        The rows, with addresses, and with the values of the run that was enqueued last.
     """
 
     def __init__(
@@ -52,7 +60,7 @@ class Watched(ABC):
 
     @property
     def limit(self) -> float | None:
-        """The seconds that a run may take on the device; None: those of the communicator."""
+        """The seconds that a run may take on the device; None for the limit of the communicator."""
         return self._loop.limit
 
     def leave(self) -> None:
@@ -60,13 +68,13 @@ class Watched(ABC):
         self.meeting.leave()
 
     def awaited(self) -> list[Awaited]:
-        """What the device still awaits in the run that it has entered last."""
+        """Return what the device still awaits in the run that it has entered last."""
         return self.standing()[1]
 
     def standing(self) -> tuple[float, list[Awaited]]:
-        """How long the device has been in that run, as far as it was seen, and what it awaits.
+        """Return how long the device is known to have been in that run, and what it awaits.
 
-        Nothing is awaited if the device goes on, or a run is enqueued, while this looks.
+        Nothing is awaited if the device goes on, or a run is enqueued, while this method looks.
         """
         entered, values = self._num_entered(), self.rows[:, VALUE].copy()
         awaited = self._awaited(entered, values)
@@ -77,11 +85,11 @@ class Watched(ABC):
 
     @abstractmethod
     def _num_entered(self) -> int:
-        """How many runs the device has entered; 0 if that is not known."""
+        """Return how many runs the device has entered; 0 if that is not known."""
 
     @abstractmethod
     def _awaited(self, entered: int, values: Words) -> list[Awaited]:
-        """What the device awaits, if it has entered so many runs, with these values of the last."""
+        """Return what the device awaits in the run of this number, if the last run has `values`."""
 
     @abstractmethod
     def let_go(self) -> None:
@@ -114,7 +122,7 @@ class WatchedRows(Watched):
             word[0] = max(int(word[0]), int(row[VALUE]))
 
     def _awaits(self) -> list[tuple[int, DeviceOperation, Any, Any]]:
-        """The operations that await a counter: row, operation, the counter's memory, words."""
+        """Return the number, operation, counter's memory and words of each row that awaits one."""
         return [
             (at, operation, self.meeting.word(operation.counter), row)
             for at, (operation, row) in enumerate(zip(self.operations, self.rows, strict=False))
@@ -145,8 +153,18 @@ class WatchedKernel(Watched):
 class WatchedMessage:
     """A message that the device of this rank is to take out of a box, when it is there.
 
-    `text`: the receive.  `value`: of the words of the box, for this message.  `limit`: see
-    `Watched`.
+    Parameters
+    ----------
+    text : str
+        The receive.
+    box : Box
+        The box.
+    value : int
+        The value of the words of the box for this message.
+    counter : Counter
+        The sender and the receiver.
+    limit : float or None
+        See `Watched.limit`.
     """
 
     def __init__(
@@ -157,7 +175,7 @@ class WatchedMessage:
         self._since = 0.0
 
     def standing(self) -> tuple[float, list[Awaited]]:
-        """How long the device has waited, as far as it was seen, and for what."""
+        """Return how long the device is known to have waited, and for what."""
         box, value = self._box, self._value
         if box.entered[0] < value or box.ready[0] >= value:
             self._since = 0.0

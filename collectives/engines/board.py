@@ -28,15 +28,22 @@ from collectives.errors import Error, on_all_ranks
 
 WORKS, FAILS = 1, 2  # of verdicts
 HEADER, MESSAGES = 1, 2  # of ways to compare calls in checked mode; larger: by records
-
-
 GAVE_UP, RANK_DIED, RUN_FAILED = 1, 2, 3  # how a rank knows of a failure
 
 
 class Failure(NamedTuple):
-    """What a rank says of a failure: how it knows, a sentence, and the rank that has died, if any.
+    """What a rank says of a failure.
 
-    `rank`: which says so.
+    Attributes
+    ----------
+    rank : int
+        The rank that says so.
+    kind : int
+        How it knows: GAVE_UP, RANK_DIED or RUN_FAILED.
+    why : str
+        A sentence.
+    dead : int
+        The rank that has died; -1 if none has.
     """
 
     rank: int
@@ -76,12 +83,12 @@ class Box(NamedTuple):
         return bool(self.taken[0] == self.ready[0] == self.read[0])
 
     def give_up(self, value: int) -> None:
-        """Say of a message that it is not put there."""
+        """Say that the message of this value is not put there."""
         self.ready[0] = self.read[0] = value
 
 
 class CallKey(NamedTuple):
-    """A call: its number, or that of its plan; and the number of the plan's run, or 0."""
+    """A call: its number, or the number of its plan; and the number of the plan's run, or 0."""
 
     call: int
     run: int = 0
@@ -90,10 +97,21 @@ class CallKey(NamedTuple):
 class Board:
     """One rank's view of what the ranks of a communicator on its host show.
 
-    `parts`: the part of the memory of each rank; None for ranks on other hosts.  `host_calls`: the
-    numbers of the last calls of this rank on host arrays, each at its remainder; compiled code
-    writes them too.  `why_no_device`: why no rank of this host can use a device; "" if they can.
-    `why_no_area`: why this one cannot, if others can.
+    Attributes
+    ----------
+    memory : HostMemory or None
+        The memory of the host.
+    parts : sequence of int or None
+        The part of the memory of each rank; None for ranks on other hosts.
+    rank : int
+        This rank.
+    host_calls : array of int
+        The numbers of the last calls of this rank on host arrays, each at its remainder; compiled
+        code writes them too.
+    why_no_device : str
+        Why no rank of this host can use a device; "" if they can.
+    why_no_area : str
+        Why this rank cannot, if others can.
     """
 
     def __init__(
@@ -119,7 +137,7 @@ class Board:
                 self._take_entry(memory)
 
     def _take_entry(self, memory: HostMemory) -> None:
-        """Show this communicator to the others."""
+        """Show this communicator to the other ranks."""
         _give_back(memory)
         mine = memory.entries[memory.part]
         at = memory.find_entry(memory.part, np.void(bytes(16)))
@@ -169,10 +187,8 @@ class Board:
         return len(self.local_ranks) == len(self.parts)
 
     def on_this_host(self, error: Error) -> Error:
-        """An error that all ranks of this host raise, marked if there are no others."""
+        """Return an error that all ranks of this host raise, marked if no ranks are elsewhere."""
         return on_all_ranks(error) if self.has_all_ranks else error
-
-    # Failures
 
     def note_failure(self, kind: int, why: str, dead: int = -1) -> None:
         """Let all ranks of this host know, for good, that the communicator has failed."""
@@ -191,15 +207,13 @@ class Board:
         return None
 
     def is_dead(self, rank: int) -> bool:
-        """Whether it is certain that a rank of this host has died."""
+        """Return whether it is certain that a rank of this host has died."""
         memory, part = self.memory, self.parts[rank]
         return memory is not None and part is not None and memory.is_dead(part)
 
-    # Areas, for calls on a device
-
     @cached_property
     def area(self) -> Any:
-        """This rank's area; None if all are in use."""
+        """The area of this rank; None if all are in use."""
         memory = self.memory
         if memory is None or self._entry is None or self.why_no_device:
             return None
@@ -220,7 +234,7 @@ class Board:
         return area[0]
 
     def _area_of(self, rank: int) -> Any:
-        """The area of a rank; None as long as it has none."""
+        """Return the area of a rank; None as long as the rank has none."""
         if rank == self.rank:
             return self.__dict__.get("area")
         memory, entry = self.memory, self._entry_of(rank)
@@ -228,7 +242,7 @@ class Board:
         return None if memory is None or not number else memory.areas[self.parts[rank], number - 1]
 
     def _entry_of(self, rank: int) -> Any:
-        """The entry of another rank; None as long as it has not made the communicator."""
+        """Return the entry of another rank; None as long as it has not made the communicator."""
         if rank not in self._peers:
             memory, part = self.memory, self.parts[rank]
             assert memory is not None and part is not None
@@ -239,8 +253,6 @@ class Board:
         entry = self._peers[rank]
         return entry if entry["identity"][0] == self._identity else None
 
-    # What a rank does in a call
-
     def note_host_call(self, number: int) -> None:
         """Note that this rank makes a call on host arrays."""
         self.host_calls[number % NUM_HOST_CALLS] = number
@@ -248,7 +260,7 @@ class Board:
     def note_check(self, number: int, way: int) -> None:
         """Note how this rank makes the comparison of this number, in checked mode.
 
-        `way`: HEADER or MESSAGES, or a larger number that stands for the record of a call.
+        The way is HEADER or MESSAGES, or a larger number that stands for the record of a call.
         """
         at = number % NUM_HOST_CALLS
         self._checks[at] = number << 32 | way
@@ -256,9 +268,9 @@ class Board:
             self._headers[at] = number
 
     def differs_in_check(self, rank: int, number: int) -> bool:
-        """Whether a rank makes a comparison in another way, or about another call.
+        """Return whether a rank makes a comparison in another way, or about another call.
 
-        Not so a rank that still compares the header, as this one has done before.
+        A rank that still compares the header, as this rank has done before, does not differ.
         """
         entry, at = self._entry_of(rank), number % NUM_HOST_CALLS
         theirs = 0 if entry is None else int(entry["checks"][0, at])
@@ -267,7 +279,7 @@ class Board:
         return theirs & 0xFFFFFFFF != HEADER or bool(self._headers[at] != number)
 
     def note_plan(self, number: int) -> bool:
-        """Note that the plan of this number is on a device; False if there is no room for it."""
+        """Note that the plan of this number is on a device; return False if there is no room."""
         free: Any = [] if self.area is None else np.flatnonzero(self.area["plans"] == 0)
         if not len(free):
             return False
@@ -281,7 +293,7 @@ class Board:
             plans[plans == number] = 0
 
     def is_on_host(self, rank: int, key: CallKey) -> bool:
-        """Whether it is certain that a rank makes a call on host arrays."""
+        """Return whether it is certain that a rank makes a call on host arrays."""
         entry = self._entry_of(rank)
         if entry is None:
             return self._is_invisible(rank)
@@ -293,33 +305,33 @@ class Board:
         return not key.run or area is None or key.call not in area["plans"]
 
     def _is_invisible(self, rank: int) -> bool:
-        """Whether a rank has no entry for this communicator, and will not have one."""
+        """Return whether a rank has no entry for this communicator, and will not have one."""
         memory, part = self.memory, self.parts[rank]
         if memory is None or part is None or rank in self._peers:
             return False
         return bool(memory.entries[part]["area"][0])
 
     def find(self, rank: int, key: CallKey) -> int | None:
-        """The slot in which a rank has published its record of a call; None if it has not."""
+        """Return the slot in which a rank has published its record of a call; None if in none."""
         area = self._area_of(rank)
         if area is None:
             return None
         records = area["records"]
         is_it = (records["call"] == key.call) & (records["run"] == key.run)
-        found = np.flatnonzero(is_it & (records["generation"] > 0))
-        return int(found[0]) if len(found) else None
+        slots = np.flatnonzero(is_it & (records["generation"] > 0))
+        return int(slots[0]) if len(slots) else None
 
     def record(self, rank: int, slot: int) -> Any:
-        """The record in a slot."""
+        """Return the record in a slot."""
         return self._area_of(rank)["records"][slot]
 
     def arrival(self, rank: int, slot: int) -> NDArray[np.int64]:
-        """The word by which a rank says that it makes the call of a slot again: one element."""
+        """Return the word, an array of one element, by which a rank makes a slot's call again."""
         words: NDArray[np.int64] = self._area_of(rank)["records"]["arrived"][slot : slot + 1]
         return words
 
     def arrivals_at_calls(self, rank: int) -> NDArray[np.int64]:
-        """All words by which a rank says that it makes a call again, without those of plans."""
+        """Return all words by which a rank makes calls again, without the words of plans."""
         area = self._area_of(rank)
         if area is None:
             return np.zeros(0, np.int64)
@@ -327,18 +339,16 @@ class Board:
         return words
 
     def counter(self, writer: int, slot: int, reader: int, is_read: bool) -> NDArray[np.uint32]:
-        """A counter of a slot of the rank that writes it: an array of one element."""
+        """Return a counter, an array of one element, of a slot of the rank that writes it."""
         counters = self._area_of(writer)["counters"][slot]
         counter: NDArray[np.uint32] = counters[self.parts[reader], int(is_read), :1]
         return counter
 
     def kernel_words(self, slot: int) -> NDArray[np.uint32]:
-        """The words of a slot that `KernelWord` numbers."""
+        """Return the words of a slot that `KernelWord` numbers."""
         me = self.parts[self.rank]
         words: NDArray[np.uint32] = self.area["counters"][slot][me, 1]  # no rank awaits itself
         return words
-
-    # Messages
 
     def take_handed_over(self) -> bool:
         """Let other ranks hand messages over to this one; return whether they can."""
@@ -348,12 +358,12 @@ class Board:
         return True
 
     def token(self, rank: int) -> int:
-        """What a rank knows a message by that is handed over to it; 0 if it takes none."""
+        """Return the token of messages that are handed over to a rank; 0 if it takes none."""
         area = self._area_of(rank) if self.parts[rank] is not None else None
         return 0 if area is None else int(area["token"])
 
     def box(self, rank: int, number: int) -> Box:
-        """A box of a rank."""
+        """Return a box of a rank."""
         return Box(*(words[:1] for words in self._area_of(rank)["boxes"][number]))
 
     def note_reader(self, number: int, rank: int) -> None:
@@ -361,7 +371,7 @@ class Board:
         self.area["boxes"][number, 0, 1] = rank
 
     def _has_unread(self) -> bool:
-        """Whether a rank may still read a message in a box of this one."""
+        """Return whether a rank may still read a message in a box of this one."""
         for number in range(NUM_BOXES):
             reader = int(self.area["boxes"][number, 0, 1])
             if not self.box(self.rank, number).is_free and not self._is_gone(reader):
@@ -369,10 +379,8 @@ class Board:
         return False
 
     def _is_gone(self, rank: int) -> bool:
-        """Whether a rank does not read anything any more."""
+        """Return whether a rank does not read anything any more."""
         return self._has_freed(rank) or self.is_dead(rank)
-
-    # Slots
 
     def publish(self, key: CallKey, fields: Mapping[str, Any]) -> int | None:
         """Publish the record of a call; return its slot, or None while all are in use."""
@@ -402,7 +410,7 @@ class Board:
         return any(map(self._is_free, range(NUM_SLOTS)))
 
     def _is_free(self, slot: int) -> bool:
-        """Whether no rank can still read a slot."""
+        """Return whether no rank can still read a slot."""
         record = self.area["records"][slot]
         generation = int(record["generation"])
         if generation <= 0:
@@ -418,11 +426,11 @@ class Board:
         return self._has_freed(rank) or (rank != self.rank and self.is_on_host(rank, key))
 
     def _has_freed(self, rank: int) -> bool:
-        """Whether a rank has freed the communicator."""
+        """Return whether a rank has freed the communicator."""
         return rank in self._peers and self._entry_of(rank) is None
 
     def acknowledge(self, rank: int, key: CallKey) -> None:
-        """Say that this rank no longer reads a rank's record of a call, once it is published."""
+        """Say that this rank no longer reads a rank's record of a call, once that is published."""
         if self._entry is None:
             return
         self._acks_due.append((rank, key))
@@ -435,7 +443,8 @@ class Board:
     def acknowledge_refusal(self, check: int) -> None:
         """Say that this rank reads no record of the calls that a comparison has refused.
 
-        It may have made another call than the ranks with records.  `check`: of the comparison.
+        It may have made another call than the ranks with records.  `check` is the number of the
+        comparison.
         """
         for rank in self.local_ranks:
             if (area := self._area_of(rank)) is None:
@@ -456,7 +465,7 @@ class Board:
 
 
 def _give_back(memory: HostMemory) -> None:
-    """Give back the memory of communicators that are freed, where no rank reads it any more."""
+    """Give back the memory of freed communicators that no rank reads any more."""
     for board in list(memory.closing):
         if board.is_quiet:
             memory.closing.remove(board)

@@ -108,7 +108,7 @@ _YIELDS_PER_CLOCK = 8  # times that a waiting rank yields before it reads the cl
 
 @intrinsic
 def load(_: Any, address: Any) -> Any:
-    """The 64-bit word at an address."""
+    """Return the 64-bit word at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.load(builder.inttoptr(args[0], _I64.as_pointer()))
@@ -118,7 +118,7 @@ def load(_: Any, address: Any) -> Any:
 
 @intrinsic
 def load32(_: Any, address: Any) -> Any:
-    """The 32-bit word at an address."""
+    """Return the 32-bit word at an address."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = builder.load(builder.inttoptr(args[0], _I32.as_pointer()))
@@ -140,7 +140,7 @@ def store(_: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def peek(_: Any, address: Any) -> Any:
-    """A word that another thread may write at any time."""
+    """Return a word that another thread may write at any time."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = builder.inttoptr(args[0], _I64.as_pointer())
@@ -157,7 +157,7 @@ def move(_: Any, target: Any, source: Any, count: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [pointer, pointer, _I64, ir.IntType(1)])
         memmove = builder.module.declare_intrinsic("llvm.memmove", [pointer, pointer, _I64], kind)
-        places = [builder.inttoptr(each, pointer) for each in args[:2]]
+        places = [builder.inttoptr(address, pointer) for address in args[:2]]
         builder.call(memmove, [*places, args[2], ir.Constant(ir.IntType(1), 0)])
         return context.get_dummy_value()
 
@@ -165,7 +165,10 @@ def move(_: Any, target: Any, source: Any, count: Any) -> Any:
 
 
 def caller(num_arguments: int, answer: Any) -> Any:
-    """A call by address, with 64-bit arguments; it returns 32 bits or nothing."""
+    """Return a function that calls an address with 64-bit arguments.
+
+    The called function returns 32 bits or nothing, as `answer` says.
+    """
 
     @intrinsic
     def call(_: Any, function: Any, arguments: Any) -> Any:
@@ -193,7 +196,7 @@ combine_with = caller(4, ir.VoidType())
 
 @njit(nogil=True, error_model="numpy")
 def now(port: int, state: int) -> int:
-    """Nanoseconds of the clock that is `time.monotonic` in Python."""
+    """Return the nanoseconds of the clock that is `time.monotonic` in Python."""
     at = state + 8 * TIME
     call2(load(port + 8 * CLOCK), (1, at))
     return load(at) * 1_000_000_000 + load(at + 8)
@@ -277,7 +280,7 @@ def wait(state: int, port: int, row: int, nanoseconds: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def work(state: int, row: int) -> int:
-    """Copy, combine or divide, as a row says; PYTHON if there is no kernel for it."""
+    """Copy, combine or divide, as a row says; return PYTHON if there is no kernel for it."""
     kind, count = load(row), load(row + SIZE)
     target = load(state + 8 * (INPUT_AT + load(row + BUFFER))) + load(row + OFFSET)
     left = load(state + 8 * (INPUT_AT + load(row + LEFT))) + load(row + LEFT_OFFSET)
@@ -298,7 +301,7 @@ def work(state: int, row: int) -> int:
 
 @njit(nogil=True, error_model="numpy")
 def advance(state: int, nanoseconds: int) -> int:
-    """Continue from the current row."""
+    """Continue from the current row; return why it stops."""
     port, rows = load(state + 8 * PORT), load(state + 8 * ROWS)
     number, stop = load(state + 8 * ROW), load(state + 8 * NUM_ROWS)
     answer = DONE
@@ -331,7 +334,7 @@ def log_completion(state: int) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def log_end(state: int, how: int) -> None:
-    """Enter the last state of the run in the log, unless a later run has reused its entry."""
+    """Write the last state of the run into the log, unless a later run has reused its entry."""
     entry = load(state + 8 * LOG) + 8 + load(state + 8 * ENTRY) * _ENTRY_BYTES
     is_ours = load(entry) == load(state + 8 * KEY)
     if is_ours and load(entry + 8) == load(state + 8 * NUMBER):
@@ -341,7 +344,7 @@ def log_end(state: int, how: int) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def has_form(array: int, form: int, flags: int) -> bool:
-    """Whether an array object has this dtype object, this shape and at least these flags."""
+    """Return whether an array object has this dtype object, this shape and at least these flags."""
     ndim = load(form + 8 * NDIM)
     if load(array + DTYPE_FIELD) != load(form + 8 * DTYPE) or load32(array + NDIM_FIELD) != ndim:
         return False
@@ -354,7 +357,7 @@ def has_form(array: int, form: int, flags: int) -> bool:
 
 @njit(nogil=True, error_model="numpy")
 def fits(state: int, x: int, out: int) -> bool:
-    """Whether the execution was made for such arrays; if so, store their addresses.
+    """Return whether the execution was made for such arrays; if so, store their addresses.
 
     `x` and `out` are addresses of NumPy's array objects.
     """

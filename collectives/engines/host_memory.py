@@ -40,11 +40,11 @@ ENTRY = np.dtype(
 )
 """A communicator: what identifies it, its calls on host arrays, and the number of its area or 0.
 
-`failure`: 0, or how this rank knows that it has failed, with the sentence `why` and the rank that
-is `dead`; see `Board.note_failure`.  `host_calls`: the numbers of calls, each at its remainder.
-`checks`: the ways of the comparisons of checked mode, in the same order; see `Board.note_check`.
-The first entry of a rank stands for no communicator; its area is 1 if there are communicators
-without an entry.
+The field `failure` is 0, or how this rank knows that the communicator has failed, with the sentence
+`why` and the rank that is `dead`; see `Board.note_failure`.  The numbers of calls in `host_calls`
+are each at its remainder, and the ways of the comparisons of checked mode in `checks` have the same
+order; see `Board.note_check`.  The first entry of a rank stands for no communicator; its area is 1
+if there are communicators without an entry.
 """
 
 PROCESS = np.dtype([("number", "<i8"), ("namespace", "<i8"), ("started", "<i8"), ("", "V40")])
@@ -58,8 +58,9 @@ WAIT = np.dtype(
 )
 """What a rank waits for in a blocking call, as a text and as bits of ranks of this host.
 
-`number`: of the wait.  `looks`: how often the rank has looked whether it is over.  `ended`: the
-number of a wait that does not end otherwise, because of `why`; whoever finds that out writes it.
+The wait has a `number`, and `looks` says how often the rank has looked whether it is over.  Whoever
+finds out that a wait does not end by itself writes its number into `ended`, and the reason into
+`why`.
 """
 
 _PART_BYTES = PROCESS.itemsize + WAIT.itemsize
@@ -72,8 +73,8 @@ BUFFER = np.dtype(
 )
 """A buffer: its address in its own process and its bytes; and its allocation for other processes.
 
-`offset`: of the buffer in the allocation.  `id`: of the allocation, 0 if it cannot be opened.
-`allocated`: the bytes of the allocation.
+The buffer begins at `offset` in the allocation, which has `allocated` bytes, and an `id` that is 0
+if it cannot be opened.
 """
 
 RECORD = np.dtype(
@@ -102,13 +103,12 @@ RECORD = np.dtype(
 
 
 def area_of(num_parts: int) -> np.dtype[Any]:
-    """What a rank shares of a communicator that uses a device.
+    """Return the dtype of what a rank shares of a communicator that uses a device.
 
-    `counters`: those of each slot, by reader, "ready" and "read", each in a cache line of its own.
-    `boxes`: the words of each box, see `Box`, each in a cache line of its own.  `token`: with which
-    what stands for a message begins, if it is for this rank; 0 if it does not take that.
-    `acks`: for each rank and slot, the generation that this rank no longer reads.  `plans`: the
-    numbers of plans on a device.
+    Every counter of a slot, by reader, "ready" and "read", and every word of a box (see `Box`) has
+    a cache line of its own.  An envelope for this rank begins with its `token`, which is 0 if it
+    takes no envelopes.  In `acks` there is, for each rank and slot, the generation that this rank
+    no longer reads, and in `plans` the numbers of plans on a device.
     """
     return np.dtype(
         [
@@ -125,11 +125,20 @@ def area_of(num_parts: int) -> np.dtype[Any]:
 class HostMemory:
     """The memory of all ranks of a host, as this rank sees it.
 
-    `part`: the number of this rank among them.  `is_of_threads`: whether they are one process.
-    `waits`: for each rank, what it waits for; see `WAIT`.
-    `why_no_device`: why they cannot use a device; "" if they can.  `closing`: the boards of
-    communicators that are freed, while others may read them.  `lock`: held by the thread of this
-    rank that looks for free entries and areas, or gives them back.
+    Attributes
+    ----------
+    part : int
+        The number of this rank among them.
+    is_of_threads : bool
+        Whether they are threads of one process.
+    waits : array of records
+        What each rank waits for; see `WAIT`.
+    why_no_device : str
+        Why they cannot use a device; "" if they can.
+    closing : list of Board
+        The boards of communicators that are freed, while other ranks may read them.
+    lock : Lock
+        Held by the thread of this rank that looks for free entries and areas, or gives them back.
     """
 
     def __init__(
@@ -144,7 +153,7 @@ class HostMemory:
         elif platform.machine() not in ("x86_64", "AMD64"):
             # Records rely on it that others see writes in the order in which they were made.
             self.why_no_device = f"this is a processor of another kind ({platform.machine()})"
-        first, start = (num_parts * each for each in (PROCESS.itemsize, _PART_BYTES))
+        first, start = num_parts * PROCESS.itemsize, num_parts * _PART_BYTES
         stop = start + num_parts * NUM_ENTRIES * ENTRY.itemsize
         self._processes: NDArray[Any] = memory[:first].view(PROCESS)
         self.waits: NDArray[Any] = memory[first:start].view(WAIT)
@@ -155,21 +164,21 @@ class HostMemory:
         self.areas: NDArray[Any] = areas.view(area).reshape(num_parts, num_areas)
 
     def find_entry(self, part: int, identity: np.void) -> int:
-        """The number of the first entry of a rank with this identity; 0 if there is none."""
+        """Return the number of the first entry of a rank with this identity; 0 if there is none."""
         identities = self.entries["identity"][part]
         for first in range(1, NUM_ENTRIES, _AT_ONCE):  # pages that are not read need no memory
-            found = np.flatnonzero(identities[first : first + _AT_ONCE] == identity)
-            if len(found):
-                return first + int(found[0])
+            matching = np.flatnonzero(identities[first : first + _AT_ONCE] == identity)
+            if len(matching):
+                return first + int(matching[0])
         return 0
 
     def end_process(self) -> None:
-        """Note that this process ends, and does not die; not so a process that was forked."""
+        """Note that this process ends, and does not die; do nothing in a forked process."""
         if self._processes["number"][self.part] == os.getpid():
             self._processes["number"][self.part] = 0
 
     def is_dead(self, part: int) -> bool:
-        """Whether it is certain that the process of a rank has ended.
+        """Return whether it is certain that the process of a rank has ended.
 
         It is never certain of a process in another namespace, such as another container.
         """
@@ -181,7 +190,7 @@ class HostMemory:
 
 @cache
 def _process(number: int) -> tuple[int, int, int]:
-    """The number, namespace and start of this process, which has that number."""
+    """Return the number, namespace and start of this process, which has that number."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -190,7 +199,7 @@ def _process(number: int) -> tuple[int, int, int]:
 
 
 def _start_of(process: int) -> int:
-    """When a process has started; 0 if it has ended, even if nobody has waited for it."""
+    """Return when a process has started; 0 if it has ended, even if nobody has waited for it."""
     try:
         text = Path(f"/proc/{process}/stat").read_text()
     except OSError:
@@ -200,7 +209,7 @@ def _start_of(process: int) -> int:
 
 
 def num_bytes(num_parts: int) -> int:
-    """The size of the memory of so many ranks."""
+    """Return the bytes of the memory of so many ranks."""
     num_areas = NUM_AREAS if num_parts <= MOST_RANKS else 0
     areas = num_areas * area_of(num_parts).itemsize
     used = num_parts * (_PART_BYTES + NUM_ENTRIES * ENTRY.itemsize + areas)
@@ -208,13 +217,16 @@ def num_bytes(num_parts: int) -> int:
 
 
 def of_threads(num_ranks: int) -> Bytes:
-    """The memory of ranks that are threads of this process."""
+    """Return the memory of ranks that are threads of this process."""
     anonymous = mmap.mmap(-1, num_bytes(num_ranks))
     return np.frombuffer(anonymous, np.uint8)
 
 
 def make_file(num_ranks: int) -> str:
-    """The path of a new file for so many processes; its space is reserved.  Raises OSError."""
+    """Return the path of a new file for so many processes, whose space is reserved.
+
+    Raises OSError.
+    """
     descriptor, path = tempfile.mkstemp(prefix="collectives-", dir=FOLDER)
     try:
         os.posix_fallocate(descriptor, 0, num_bytes(num_ranks))
@@ -227,7 +239,7 @@ def make_file(num_ranks: int) -> str:
 
 
 def map_file(path: str, num_ranks: int) -> Bytes:
-    """The memory of a file.  Raises OSError or ValueError."""
+    """Return the memory of a file.  Raises OSError or ValueError."""
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         return np.frombuffer(mmap.mmap(descriptor, num_bytes(num_ranks)), np.uint8)

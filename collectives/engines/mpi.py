@@ -79,7 +79,7 @@ class MpiTransport:
     """One rank's end of an MPI communicator that only this library uses."""
 
     def __init__(self, comm: MPI.Intracomm, host: Host | None = None) -> None:
-        """`host`: the memory of its host, where it is known."""
+        """Use a communicator, and the memory of its host where it is known."""
         self.comm = comm
         comm.Set_errhandler(MPI.ERRORS_RETURN)  # so that mpi4py raises them
         self.rank, self.size = comm.rank, comm.size
@@ -145,7 +145,7 @@ class MpiTransport:
         return MpiTransport(comm, self.host)
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> MpiTransport | None:
-        # Open MPI counts the messages of Create_group as the user's, but not those of Split.
+        # Open MPI counts the messages of Create_group as the user's, but not the messages of Split.
         color, key = (MPI.UNDEFINED, 0) if ranks is None else (min(ranks), ranks.index(self.rank))
         make = partial(self.comm.Split, color, key)
         everyone = range(self.size)
@@ -173,7 +173,7 @@ class MpiTransport:
         return PeerFailed(f"{_named(ranks)}; shrink() makes a communicator of the others", ranks)
 
     def have_failed(self, ranks: Iterable[int]) -> bool:
-        """Whether any of these ranks is known to have failed."""
+        """Return whether any of these ranks is known to have failed."""
         return not _failed_ranks(self.comm).isdisjoint(ranks)
 
     can_shrink = _is_fault_tolerant
@@ -204,12 +204,12 @@ class MpiTransport:
         self.comm.Free()
 
     def counters(self) -> Counters:
-        """MPI's own message counters of this process, by destination in COMM_WORLD."""
+        """Return MPI's own message counters of this process, by destination in COMM_WORLD."""
         return Counters(MPI._handleof(MPI.COMM_WORLD), MPI.COMM_WORLD.size)
 
 
 def _failed_ranks(comm: MPI.Intracomm) -> set[int]:
-    """The ranks of a communicator that are known to have failed."""
+    """Return the ranks of a communicator that are known to have failed."""
     if not _is_fault_tolerant:
         return set()
     failed, group = comm.Get_failed(), comm.Get_group()
@@ -220,7 +220,10 @@ def _failed_ranks(comm: MPI.Intracomm) -> set[int]:
 
 
 def _news_of_failed(comm: MPI.Intracomm) -> tuple[int, ...]:
-    """The same after MPI has reported a failure; the news of who it was may take a moment."""
+    """Return the ranks that have failed, after MPI has reported a failure.
+
+    The news of which ranks have failed may take a moment.
+    """
     deadline = time.monotonic() + _FAILURE_NEWS
     while not (ranks := _failed_ranks(comm)) and time.monotonic() < deadline:
         MPI.COMM_SELF.Iprobe()  # MPI receives the news only while it is called
@@ -240,9 +243,9 @@ def duplicated(
     timeout: float | None,
     parent: Transport | None = None,
 ) -> MpiTransport:
-    """The transport of a duplicate that `comm.Idup` makes, when all ranks have called it.
+    """Return the transport of a duplicate that `comm.Idup` makes, when all ranks have called it.
 
-    `parent`: the transport of a communicator that has all its ranks.
+    The `parent` is the transport of a communicator that has all ranks of `comm`.
     """
     is_made = partial(poll_until, request.Test)
     deadline = deadline_in(timeout)
@@ -277,9 +280,10 @@ _host_of_world: list[Host] = []
 
 
 def hosts_of(transport: MpiTransport, timeout: float | None) -> list[int]:
-    """For each rank, a number that is equal for the ranks that can share memory.  All call it.
+    """Return for each rank a number that is equal for ranks that can share memory.
 
-    MPI is asked once if the first communicator has all ranks of the job.  What it sends is its own.
+    All ranks call this.  MPI is asked once if the first communicator has all ranks of the job; it
+    sends messages of its own.
     """
     members, _ = transport.identity
     if transport.size == 1:
@@ -290,7 +294,7 @@ def hosts_of(transport: MpiTransport, timeout: float | None) -> list[int]:
     ask = partial(_lowest_ranks, transport.comm)
     has_failed = partial(transport.have_failed, range(transport.size))
     try:
-        found, host = _call_by_deadline("topology", ask, deadline_in(timeout), has_failed)
+        hosts, host = _call_by_deadline("topology", ask, deadline_in(timeout), has_failed)
     except MPI.Exception as error:
         failure = transport.translate_error(error)
         if failure is error:
@@ -299,23 +303,23 @@ def hosts_of(transport: MpiTransport, timeout: float | None) -> list[int]:
     transport.use_host(host)
     if sorted(members) == list(range(MPI.COMM_WORLD.size)):
         _host_of_world[:] = [host]
-        _hosts_of_world[:] = [found[members.index(rank)] for rank in range(transport.size)]
-    return list(found)
+        _hosts_of_world[:] = [hosts[members.index(rank)] for rank in range(transport.size)]
+    return list(hosts)
 
 
 def _lowest_ranks(comm: MPI.Intracomm) -> tuple[list[int], Host]:
-    """For each rank, the lowest rank that shares memory with it; and that memory."""
+    """Return for each rank the lowest rank that shares memory with it, and this rank's memory."""
     host: Any = comm.Split_type(MPI.COMM_TYPE_SHARED)
     lowest = np.array(_ranks_in(comm, host)[:1], np.intc)
     shared = _shared_by(host)
     host.Free()
-    found = np.empty(comm.size, np.intc)
-    comm.Allgather(lowest, found)
-    return list(map(int, found)), shared
+    lowest_ranks = np.empty(comm.size, np.intc)
+    comm.Allgather(lowest, lowest_ranks)
+    return list(map(int, lowest_ranks)), shared
 
 
 def _shared_by(host: MPI.Intracomm) -> Host:
-    """Memory for the ranks of a host: a file that has no name once all have opened it."""
+    """Return memory that the ranks of a host share: a file that has no name once all opened it."""
     members = _ranks_in(MPI.COMM_WORLD, host)
     if MPI.UNDEFINED in members:
         return Host(None, {}, "the ranks belong to several jobs")
@@ -375,7 +379,7 @@ def _call_by_deadline(
 def _is_done_by(
     deadline: float | None, is_done: Callable[[float], bool], has_failed: Callable[[], bool] | None
 ) -> bool:
-    """Wait until `is_done(until)`, which itself waits until then; False after the deadline.
+    """Wait until `is_done(until)`, which itself waits until then; return False at the deadline.
 
     Raises MPI's error when `has_failed()`: Open MPI can wait for a dead rank for ever when it makes
     a communicator.
@@ -458,7 +462,7 @@ class MpiMessages:
 
 
 def _ranks_in(whole: MPI.Intracomm, comm: MPI.Intracomm) -> tuple[int, ...]:
-    """The ranks in `whole` of the ranks of `comm`."""
+    """Return the ranks in `whole` of the ranks of `comm`."""
     theirs, group = whole.Get_group(), comm.Get_group()
     ranks = MPI.Group.Translate_ranks(group, range(group.size), theirs)
     theirs.Free()

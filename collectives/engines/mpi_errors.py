@@ -31,23 +31,21 @@ class Failed(NamedTuple):
 def translate_message_error(
     error: MPI.Exception, rank: int, messages: Sequence[Failed]
 ) -> BaseException:
-    """The error to raise for MPI's: a CollectiveMismatch if a message exceeded its buffer.
+    """Return the error to raise for MPI's: a CollectiveMismatch if a message exceeded its buffer.
 
     If a message failed for another reason, it is a CollectiveError that names the other rank, which
-    may have died: MPICH has no error class for that.
-
-    `messages`: the messages that the failed call waited for.
+    may have died: MPICH has no error class for that.  The failed call waited for `messages`.
     """
     if error.Get_error_class() not in (MPI.ERR_TRUNCATE, MPI.ERR_IN_STATUS):
         return error
-    failed = [each for each in messages if each.code not in (MPI.SUCCESS, MPI.ERR_PENDING)]
-    reasons = [MPI.Exception(each.code) for each in failed]
+    failed = [message for message in messages if message.code not in (MPI.SUCCESS, MPI.ERR_PENDING)]
+    reasons = [MPI.Exception(message.code) for message in failed]
     for reason in reasons:
         if reason.Get_error_class() in FAILURES:
             return reason
-    for each, reason in zip(failed, reasons, strict=True):
+    for message, reason in zip(failed, reasons, strict=True):
         if reason.Get_error_class() != MPI.ERR_TRUNCATE:
-            return _caused_by(error, CollectiveError(_broken(rank, each, reason)))
+            return _caused_by(error, CollectiveError(_broken(rank, message, reason)))
     return _caused_by(
         error,
         CollectiveMismatch(
@@ -76,12 +74,12 @@ def _too_long(rank: int, failed: Sequence[Failed]) -> str:
 
 
 def _ends(rank: int, message: Failed) -> tuple[int, int]:
-    """The sender and the receiver of a message of `rank`."""
+    """Return the sender and the receiver of a message of `rank`."""
     return (message.peer, rank) if message.is_receive else (rank, message.peer)
 
 
 def request_of(handle: Bytes) -> MPI.Request:
-    """A request object for a handle, which stays the property of the caller."""
+    """Return a request object for a handle, which stays the property of the caller."""
     request = MPI.Request()
     ctypes.memmove(MPI._addressof(request), handle.ctypes.data, handle.size)
     return request
@@ -90,7 +88,7 @@ def request_of(handle: Bytes) -> MPI.Request:
 def cancel_all(requests: Sequence[MPI.Request], receives: Sequence[MPI.Request]) -> bool:
     """Cancel the receives, wait shortly for all requests, and free them.
 
-    Returns whether all were complete.  A send, and a receive whose message has started to arrive,
+    Return whether all were complete.  A send, and a receive whose message has started to arrive,
     cannot be cancelled.
     """
     for request in receives:
@@ -105,7 +103,7 @@ def cancel_all(requests: Sequence[MPI.Request], receives: Sequence[MPI.Request])
 
 
 def is_complete(request: MPI.Request) -> bool:
-    """Whether the request is complete or has failed.
+    """Return whether the request is complete or has failed.
 
     `Test` would free a complete request, whose status the next wait needs.
     """

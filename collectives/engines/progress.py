@@ -38,9 +38,9 @@ class _Entry:
 
 
 class ProgressThread:
-    """Advances calls until each is done, or until the program waits for it.
+    """A thread that advances calls until each is done, or until the program waits for it.
 
-    The thread sleeps when it has no calls.
+    It sleeps when it has no calls.
     """
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class ProgressThread:
         return [call for call in calls if call is not None]
 
     def forget(self, call: PendingCall) -> None:
-        """Keep no reference to a call that is done, so that its arrays can be freed."""
+        """Drop the references to a call that is done, so that its arrays can be freed."""
         for entry in list(self._calls):
             if entry.call is call:
                 entry.call = None
@@ -110,7 +110,7 @@ class ProgressThread:
                 nap = min(2 * nap, _LONGEST_NAP)
 
     def _due(self) -> list[_Entry]:
-        """The calls to advance now; drop those that are done, awaited or listed twice."""
+        """Return the calls to advance now; drop those that are done, awaited or listed twice."""
         seen = set[int]()
         for entry in list(self._calls):
             if not _is_wanted(entry.call) or id(entry.call) in seen:
@@ -158,11 +158,11 @@ def _advanced(entry: _Entry, seconds: float) -> bool:
 
 
 def calls_in_progress() -> list[PendingCall]:
-    """The calls that the thread of this process, if there is one, has not completed."""
+    """Return the calls that the thread of this process, if there is one, has not completed."""
     return shared_progress_thread().calls if shared_progress_thread.cache_info().currsize else []
 
 
 @cache
 def shared_progress_thread() -> ProgressThread:
-    """The thread of this process, which all its communicators share."""
+    """Return the thread of this process, which all communicators share."""
     return ProgressThread()

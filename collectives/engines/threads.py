@@ -61,12 +61,12 @@ class Wait:
         return list(self._waiters)
 
     def can_move(self, mail: Container[Address]) -> bool:
-        """Whether the rank can go on."""
+        """Return whether the rank can go on."""
         has_mail = any(address in mail for address in self.addresses)
         return has_mail or any(waiter.can_move for _, waiter in self.waiters)
 
     def is_stuck(self, mail: Container[Address]) -> bool:
-        """Whether the rank can only go on after another one."""
+        """Return whether the rank can only go on after another one."""
         has_mail = any(address in mail for address in self.addresses)
         return not has_mail and all(waiter.is_stuck for _, waiter in self.waiters)
 
@@ -99,7 +99,7 @@ class World:
             self.arrived[address[2]].notify_all()  # waking all others would take long
 
     def collect(self, address: Address) -> Bytes | None:
-        """The oldest message at an address, or None.  Raises if a rank has failed."""
+        """Return the oldest message at an address, or None.  Raises if a rank has failed."""
         with self.lock:
             if self.failure is not None:
                 raise self.failure
@@ -162,8 +162,18 @@ class World:
 class ThreadTransport:
     """One rank's end of a communicator among threads.
 
-    `members`: its ranks of the world, in order.  `context`: separates the messages of different
-    communicators.
+    Parameters
+    ----------
+    world : World
+        What the ranks of the process share.
+    members : sequence of int
+        The ranks of the world that the communicator has, in order.
+    rank : int
+        This rank of the communicator.
+    context : hashable
+        What separates the messages of different communicators.
+    parent : ThreadTransport, optional
+        The end of the communicator from which this one is made.
     """
 
     num_tags = 1 << 30
@@ -259,7 +269,7 @@ class ThreadTransport:
             self._waiters.remove((self.members, waiter))
 
     def free(self) -> None:
-        """The mailboxes go with the world."""
+        """Do nothing: the mailboxes end with the world."""
 
 
 class ThreadMessages:
@@ -284,7 +294,7 @@ class ThreadMessages:
         transport.world.post(transport.address(transport.rank, peer, self.tag), data)
 
     def test(self, slots: range, num_receives: int) -> bool:
-        """Collect the messages that have arrived; whether those in `slots` have."""
+        """Collect the messages that have arrived; return whether those in `slots` have."""
         with self._transport.pending_lock:
             self._collect_in_order()
         if self._failure is not None:
@@ -318,7 +328,7 @@ class ThreadMessages:
             self._transport.pending.remove(self)
 
     def addresses(self) -> list[Address]:
-        """The addresses at which it waits for messages."""
+        """Return the addresses at which it waits for messages."""
         return [self._address(peer) for peer, _ in list(self._pending.values())]
 
     def _address(self, peer: int) -> Address:

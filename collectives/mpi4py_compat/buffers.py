@@ -5,7 +5,7 @@ A message of one block is `buf`, `[buf, count]`, `[buf, datatype]`, `[buf, count
 message with a block for each rank has sequences in place of the numbers.  A message with a datatype
 for each rank is `[buf, types]`, `[buf, (counts, displs), types]` or `[buf, counts, displs, types]`.
 `datatype` may be a type code such as "d".  Missing values are inferred; if that is not possible,
-the error is that of mpi4py.  Unlike mpi4py, a message that exceeds its buffer is refused too.
+the error is the same as in mpi4py.  Unlike in mpi4py, a message that exceeds its buffer is refused.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class Message(NamedTuple):
         return self.parts[0].num_elements
 
     def only(self, number: int) -> Message:
-        """A message of one of the parts."""
+        """Return a message of one of the parts."""
         return Message(self.memory, (self.parts[number],))
 
     def resized(self, num_elements: int) -> Message:
-        """A message of one block, with another number of elements."""
+        """Return a message of one block, with another number of elements."""
         offset, _, datatype = self.parts[0]
         return Message(self.memory, (Part(offset, num_elements, datatype),))
 
     def repeated(self, number: int) -> Message:
-        """A message of one block, repeated `number` times."""
+        """Return a message of one block, repeated `number` times."""
         offset, count, datatype = self.parts[0]
         stride = count * datatype.extent if count else 0
         parts = [Part(offset + i * stride, count, datatype) for i in range(number)]
@@ -72,7 +72,7 @@ class Message(NamedTuple):
 
 
 def one_block(spec: Any, *, is_sent: bool, num_blocks: int = 0) -> Message:
-    """A message of one block, or the first of `num_blocks` blocks of equal length."""
+    """Return a message of one block, or the first of `num_blocks` blocks of equal length."""
     buf, count, displ, datatype = _fields(spec, is_vector=False)
     memory, datatype = _memory_and_type(buf, datatype, is_sent)
     length = 0 if memory is None else memory.nbytes
@@ -91,7 +91,7 @@ def one_block(spec: Any, *, is_sent: bool, num_blocks: int = 0) -> Message:
 
 
 def one_block_per_rank(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
-    """A message with a block for each rank, with its own count and displacement."""
+    """Return a message with a block for each rank, with its own count and displacement."""
     buf, counts, displs, datatype = _fields(spec, is_vector=True)
     memory, datatype = _memory_and_type(buf, datatype, is_sent)
     if counts is None:
@@ -115,7 +115,7 @@ def one_block_per_rank(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
 
 
 def one_type_per_rank(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
-    """A message with a block for each rank, with its own datatype and displacement in bytes."""
+    """Return a message with a block for each rank, with its own datatype and offset in bytes."""
     if len(spec) not in (2, 3, 4):
         raise ValueError("message: expecting 2 to 4 items")
     counts = displs = None
@@ -143,15 +143,12 @@ def one_type_per_rank(spec: Any, num_blocks: int, *, is_sent: bool) -> Message:
 
 
 def is_in_place(spec: Any) -> bool:
-    """Whether the specification stands for the other buffer of the call."""
+    """Return whether the specification stands for the other buffer of the call."""
     return spec is None or spec is MPI.IN_PLACE
 
 
-# The fields of a specification
-
-
 def _fields(spec: Any, *, is_vector: bool) -> tuple[Any, Any, Any, Any]:
-    """The buffer, count(s), displacement(s) and datatype; None for those that are missing."""
+    """Return the buffer, count(s), displacement(s) and datatype, each None if it is missing."""
     if not isinstance(spec, (list, tuple)):
         if not (isinstance(spec, np.ndarray) or _is_buffer(spec)):
             raise TypeError("message: expecting buffer or list/tuple")
@@ -207,11 +204,8 @@ def _expect(size: int, items: Sequence[Any]) -> None:
         raise ValueError(f"expecting {size} items, got {len(items)}")
 
 
-# Missing counts and displacements
-
-
 def _displaced(displ: int, datatype: MPI.Datatype, length: int) -> int:
-    """The displacement in bytes."""
+    """Return the displacement in bytes."""
     if displ < 0:
         raise ValueError(f"message: negative displacement {displ}")
     if displ == 0:
@@ -226,7 +220,7 @@ def _displaced(displ: int, datatype: MPI.Datatype, length: int) -> int:
 
 
 def _inferred(length: int, datatype: MPI.Datatype, num_blocks: int) -> int:
-    """The number of elements of each of `num_blocks` blocks that fill `length` bytes."""
+    """Return the number of elements of each of `num_blocks` blocks that fill `length` bytes."""
     if length <= 0:
         return 0
     extent = _extent(datatype, "infer count")
@@ -246,7 +240,10 @@ def _inferred(length: int, datatype: MPI.Datatype, num_blocks: int) -> int:
 
 
 def _extent(datatype: MPI.Datatype, what: str) -> int:
-    """The extent in bytes.  Raises ValueError, which says `what` needs it, if it is not valid."""
+    """Return the extent in bytes.
+
+    Raises ValueError, which says `what` needs the extent, if the extent is not positive.
+    """
     if not datatype:
         raise ValueError(f"message: cannot {what}, datatype is null")
     lower, extent = datatype.Get_extent()
@@ -255,9 +252,6 @@ def _extent(datatype: MPI.Datatype, what: str) -> int:
             f"message: cannot {what}, datatype extent {extent} (lb:{lower}, ub:{lower + extent})"
         )
     return extent
-
-
-# Memory
 
 
 def _memory_and_type(
@@ -270,7 +264,7 @@ def _memory_and_type(
 
 
 def _memory(buf: Any, is_sent: bool) -> MPI.buffer:
-    """The memory of a buffer, a DLPack tensor or a CUDA array interface.
+    """Return the memory of a buffer, a DLPack tensor or a CUDA array interface.
 
     Arrays in host memory may have the latter two as well.
     """
@@ -297,7 +291,7 @@ _of_code = cache(MPI.Datatype.fromcode)
 
 
 def _format(buf: Any) -> MPI.Datatype:
-    """The datatype of a buffer, from its own type code."""
+    """Return the datatype of a buffer, from its own type code."""
     code = _code(buf)
     if code[:1] == _FOREIGN_ORDER:
         raise BufferError(f"format string {code!r} with non-native byte order")
@@ -305,7 +299,7 @@ def _format(buf: Any) -> MPI.Datatype:
 
 
 def _code(buf: Any) -> str:
-    """The type code of a buffer, from the first of three protocols that has one."""
+    """Return the type code of a buffer, from the first of three protocols that has one."""
     try:
         return memoryview(buf).format
     except (BufferError, TypeError, ValueError) as error:
@@ -319,7 +313,7 @@ def _code(buf: Any) -> str:
 
 
 def _dlpack_code(capsule: object) -> str:
-    """The type code in a DLPack capsule; NumPy does not know all of them."""
+    """Return the type code in a DLPack capsule; NumPy does not know all of them."""
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
     pointer_of.restype, pointer_of.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     pointer = pointer_of(capsule, b"dltensor")
@@ -332,5 +326,5 @@ def _dlpack_code(capsule: object) -> str:
 
 
 def _numpy_code(kind: str, num_bytes: int) -> str:
-    """The type code of a kind of numbers; that of bytes for an unknown kind."""
+    """Return the type code of a kind of numbers; for an unknown kind, the type code of bytes."""
     return np.dtype(f"{kind}{num_bytes}").char if kind in "biufc" else "B"

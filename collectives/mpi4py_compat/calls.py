@@ -47,7 +47,10 @@ from collectives.selection import LOCAL_DEFAULTS, is_local
 class Calls:
     """The collectives with buffers, as methods of an MPI communicator.
 
-    `pending_operations`: the operations that were started here and are not complete.
+    Attributes
+    ----------
+    pending_operations : set of Operation
+        The operations that were started here and are not complete.
     """
 
     pending_operations: set[Operation]
@@ -263,10 +266,11 @@ class Calls:
     Scan, Iscan, Scan_init = call_variants("Scan", _scan)
     Exscan, Iexscan, Exscan_init = call_variants("Exscan", _exscan)
 
-    # Shared parts
-
     def _root(self, root: Any) -> tuple[int, bool]:
-        """The root, and whether this rank is it.  Raises MPI.Exception if it is not a rank."""
+        """Return the root, and whether this rank is the root.
+
+        Raises MPI.Exception if the root is not a rank.
+        """
         communicator = self.communicator
         number = int(root) if isinstance(root, float) else operator.index(root)  # as mpi4py does
         if not 0 <= number < communicator.size:
@@ -276,7 +280,10 @@ class Calls:
         return number, number == communicator.rank
 
     def _own_part(self, sendbuf: Any, received: Message | None) -> PackedMessage:
-        """This rank's input, which has the size of its part of `received`, if it is the root."""
+        """Return this rank's input.
+
+        With `received`, the input has the size of this rank's part of it, or is that part.
+        """
         if received is None:
             return packed(one_block(sendbuf, is_sent=True))
         own = received.only(self.communicator.rank)
@@ -287,7 +294,10 @@ class Calls:
         return sent
 
     def _own_result(self, sent: Message | None, recvbuf: Any) -> PackedMessage:
-        """The buffer in which this rank receives its part of `sent`, if it is the root."""
+        """Return the buffer in which this rank receives.
+
+        With `sent`, the buffer has the size of this rank's part of it, or is that part.
+        """
         if sent is None:
             return packed(one_block(recvbuf, is_sent=False))
         own = sent.only(self.communicator.rank)
@@ -305,7 +315,10 @@ class Calls:
         whole: PackedMessage | None,
         algorithm: str | None,
     ) -> tuple[list[int], str]:
-        """Counts and algorithm of a v-variant.  `whole`: all ranks' parts, at the root."""
+        """Return the counts and the algorithm of a v-variant.
+
+        The root has the parts of all ranks in `whole`; it is None on the other ranks.
+        """
         size = self.communicator.size
         chosen = algorithm or LOCAL_DEFAULTS[collective]
         if self.communicator.check or not is_local(collective, chosen):
@@ -318,7 +331,7 @@ class Calls:
     def _exchanged(
         self, read: Callable[..., Message], sendbuf: Any, recvbuf: Any, algorithm: str | None
     ) -> Prepared:
-        """An all-to-all of unequal blocks."""
+        """Prepare an all-to-all of unequal blocks, of which `read` reads the specifications."""
         size, rank = self.communicator.size, self.communicator.rank
         received = read(recvbuf, size, is_sent=False)
         in_place = is_in_place(sendbuf)
@@ -332,7 +345,7 @@ class Calls:
         return prepare_move("all_to_all", source, target, counts=counts, algorithm=chosen)
 
     def _result_counts(self, own: int, counts: Any, in_place: bool) -> list[int]:
-        """The number of elements that each rank gets in a reduce-scatter."""
+        """Return the number of elements that each rank gets in a reduce-scatter."""
         communicator = self.communicator
         if counts is None and not in_place:
             table = all_gather_integers(communicator._session, [own], "counts")

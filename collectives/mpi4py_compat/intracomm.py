@@ -24,7 +24,7 @@ from collectives.mpi4py_compat.requests import (
 
 
 def _converting(method: Callable[..., Any]) -> Any:
-    """A method that makes a communicator; the result is converted to a drop-in."""
+    """Return a method that makes a communicator as `method` does, as a drop-in."""
 
     @wraps(method)
     def converting(self: Any, *args: Any, **named: Any) -> Any:
@@ -34,7 +34,7 @@ def _converting(method: Callable[..., Any]) -> Any:
 
 
 def _constant(method: Callable[..., MPI.Comm]) -> Any:
-    """A class method that returns COMM_WORLD itself, replaced or not, for its handle."""
+    """Return a class method that returns COMM_WORLD itself, replaced or not, for its handle."""
 
     @wraps(method)
     def of_handle(_: type, handle: int) -> MPI.Comm:
@@ -45,7 +45,7 @@ def _constant(method: Callable[..., MPI.Comm]) -> Any:
 
 
 class DropInCollectives(ObjectCalls):
-    """The collectives of this library, under mpi4py's names, for an MPI intracommunicator."""
+    """The collectives of this library, under mpi4py's names, for an intracommunicator of MPI."""
 
     _communicator: Communicator | None = None  # None also after `Revoke`
     _made: Communicator | None = None  # the same, until it is freed
@@ -97,8 +97,8 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
     It is `comm` with another type: it has the same handle and the same point-to-point calls.
     Making one is a collective call, because `comm` is duplicated for the library's own messages.
     `Free` frees both; of COMM_WORLD and COMM_SELF it frees only the duplicate.  Where
-    `ring launch --drop-in` has replaced `MPI.COMM_WORLD`, that is a constant: it
-    cannot be freed, and it pickles.
+    `ring launch --drop-in` has replaced `MPI.COMM_WORLD`, `MPI.COMM_WORLD` is a constant: it cannot
+    be freed, and it pickles.
 
     It has all collectives of mpi4py, with mpi4py's buffer specifications, operations and errors:
     blocking, non-blocking (`Iallreduce`) and persistent ones (`Allreduce_init`), and the lower-case
@@ -117,13 +117,17 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
     - `record()` records what is sent; `communicator` is the library's own communicator.
 
     Arrays on a GPU are refused; use `collectives.wrap(comm)` for these.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm, optional
+        The communicator whose collectives are replaced.  The default is `MPI.COMM_NULL`, for which
+        nothing is duplicated.
     """
 
     def __init__(self, comm: MPI.Intracomm | None = None) -> None:
         if self:
             _ = self.communicator
-
-    # The communicators made from it
 
     Dup = _converting(MPI.Intracomm.Dup)
     Dup_with_info = _converting(MPI.Intracomm.Dup_with_info)
@@ -139,18 +143,18 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
     Create_dist_graph_adjacent = _converting(MPI.Intracomm.Create_dist_graph_adjacent)
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Intracomm, MPI.Request]:
-        """A duplicate that can be used when the request is complete."""
+        """Return a duplicate, and the request after whose completion it can be used."""
         made, request = super().Idup(info)
         made._parent, made._duplicate = self._made, MPI.Intracomm(self).Idup()
         return made, request
 
     def Idup_with_info(self, info: MPI.Info) -> tuple[Intracomm, MPI.Request]:
-        """The same, with hints."""
+        """Return a duplicate as `Idup` does, with hints."""
         return self.Idup(info)
 
     @classmethod
     def Create_from_group(cls, *args: Any, **named: Any) -> Any:
-        """A communicator of a group, as `MPI.Intracomm.Create_from_group` makes it."""
+        """Return a communicator of a group, as `MPI.Intracomm.Create_from_group` makes it."""
         return converted(MPI.Intracomm.Create_from_group(*args, **named))
 
     # The constant, if it was replaced: see `replace_world`
@@ -161,8 +165,6 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
     fromhandle = _constant(MPI.Comm.fromhandle)
     fromint = _constant(MPI.Comm.fromint)
     f2py = _constant(MPI.Comm.f2py)
-
-    # Their end
 
     def Revoke(self) -> None:
         """Let all calls on this communicator fail, on all its ranks."""
@@ -178,7 +180,7 @@ class Intracomm(DropInCollectives, MPI.Intracomm):
             super().Free()
 
     def free(self) -> None:
-        """Call `Free` if not null or a constant."""
+        """Call `Free` unless the communicator is null, freed or a constant."""
         if self is not MPI.COMM_WORLD:
             if self and not self._is_freed:
                 self.Free()
@@ -222,10 +224,16 @@ _TYPES: tuple[tuple[type[MPI.Comm], Any], ...] = (
 
 
 def converted(comm: MPI.Comm, parent: DropInCollectives | None = None) -> Any:
-    """The communicator as a drop-in; COMM_NULL and intercommunicators are returned unchanged.
+    """Return the communicator as a drop-in; return COMM_NULL and intercommunicators unchanged.
 
-    A collective call.  `parent`: the communicator from which it was made, if it has the same ranks
-    or fewer.
+    All ranks of `comm` call this.
+
+    Parameters
+    ----------
+    comm : MPI.Comm
+        Any communicator.
+    parent : DropInCollectives, optional
+        The communicator from which `comm` was made, if `comm` has the same ranks or fewer.
     """
     if comm and not isinstance(comm, DropInCollectives):
         kind = next((ours for theirs, ours in _TYPES if isinstance(comm, theirs)), None)

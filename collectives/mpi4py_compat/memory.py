@@ -34,7 +34,7 @@ class PackedMessage(NamedTuple):
 
 
 def packed(message: Message) -> PackedMessage:
-    """The message as a flat array: its own memory if possible, else a copy.
+    """Return the message as a flat array: the message's own memory if possible, else a copy.
 
     Raises ValueError if a part is not within the memory.
     """
@@ -43,23 +43,23 @@ def packed(message: Message) -> PackedMessage:
         ((offset, number, datatype),) = message.parts
         if number and not offset and number * datatype.size == memory.size and is_plain(datatype):
             return PackedMessage(memory, [memory.size])
-    each = sizes(message)
-    start, num_bytes = _start(message.parts, each), sum(each)
+    part_sizes = sizes(message)
+    start, num_bytes = _start(message.parts, part_sizes), sum(part_sizes)
     if start is not None and 0 <= start <= start + num_bytes <= memory.size:
-        return PackedMessage(memory[start : start + num_bytes], each)
+        return PackedMessage(memory[start : start + num_bytes], part_sizes)
     for part in message.parts:
         if part.num_elements and message.memory is not None:
             _check_within(part, memory.size)
-    return _packed(message, memory, each)
+    return _packed(message, memory, part_sizes)
 
 
 def sizes(message: Message) -> list[int]:
-    """The bytes of each part, without gaps."""
+    """Return the bytes of each part, without gaps."""
     return [n * datatype.size if n else 0 for _, n, datatype in message.parts]
 
 
 def is_plain(datatype: MPI.Datatype) -> bool:
-    """Whether elements of this datatype are contiguous bytes without gaps."""
+    """Return whether elements of this datatype are contiguous bytes without gaps."""
     return datatype.handle in _PLAIN or _is_without_gaps(datatype)
 
 
@@ -67,8 +67,8 @@ def _is_without_gaps(datatype: MPI.Datatype) -> bool:
     return datatype.is_predefined and datatype.size == datatype.extent
 
 
-_NAMED = (each for each in vars(MPI).values() if isinstance(each, MPI.Datatype))
-_PLAIN = {each.handle for each in _NAMED if each and _is_without_gaps(each)}
+_NAMED = (value for value in vars(MPI).values() if isinstance(value, MPI.Datatype))
+_PLAIN = {datatype.handle for datatype in _NAMED if datatype and _is_without_gaps(datatype)}
 
 
 def _bytes(memory: MPI.buffer) -> Bytes:
@@ -89,7 +89,7 @@ def _check_within(part: Part, length: int) -> None:
 
 
 def _start(parts: tuple[Part, ...], sizes: list[int]) -> int | None:
-    """The offset of the first part if the parts are contiguous and in order, else None."""
+    """Return the offset of the first part if the parts are contiguous and in order, else None."""
     start = stop = plain = None
     for (offset, _, datatype), size in zip(parts, sizes, strict=True):
         if size == 0:

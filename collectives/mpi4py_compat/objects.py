@@ -103,7 +103,7 @@ class ObjectCalls(Calls):
         return self.scatter(None if items is None else [None, *accumulate(items[:-1], op)])
 
     def _pickled_each(self, objects: Sequence[Any] | None) -> list[NDArray[np.uint8]]:
-        """One pickle for each rank."""
+        """Return the pickles of the objects, one for each rank."""
         size = self.communicator.size
         items = [None] * size if objects is None else list(objects)
         if len(items) != size:
@@ -111,11 +111,11 @@ class ObjectCalls(Calls):
         return [_pickled(item) for item in items]
 
     def _table(self, numbers: Sequence[int]) -> NDArray[np.int64]:
-        """Gather a few integers of every rank on every rank, one row for each."""
+        """Return a few integers of every rank, one row for each, gathered on every rank."""
         return all_gather_integers(self.communicator._session, numbers, "counts")
 
     def _numbers(self, root: int, numbers: Sequence[int] | None, length: int) -> list[int]:
-        """Send the root's integers to every rank."""
+        """Return the integers of the root, which sends them to every rank."""
         return broadcast_integers(self.communicator._session, numbers, length, root, "counts")
 
 
@@ -128,6 +128,6 @@ def _unpickled(data: NDArray[np.uint8]) -> Any:
 
 
 def _parts(whole: NDArray[np.uint8], counts: Sequence[int]) -> list[Any]:
-    """The objects in consecutive pickles."""
+    """Return the objects in consecutive pickles."""
     ends = list(accumulate(counts))
     return [_unpickled(whole[end - n : end]) for end, n in zip(ends, counts, strict=True)]

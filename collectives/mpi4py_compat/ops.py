@@ -59,7 +59,7 @@ class DtypeOperator(NamedTuple):
 
 
 def operator_for(op: MPI.Op, datatype: MPI.Datatype) -> DtypeOperator:
-    """The operator for an MPI operation on a datatype.
+    """Return the operator for an MPI operation on a datatype.
 
     Raises MPI.Exception, as MPI does, if the operation is not defined for the datatype.
     """
@@ -101,7 +101,7 @@ class MpiOperator(Operator):
 
     @classmethod
     def of(cls, op: MPI.Op, function: LocalReduction | UnpackingReduction) -> MpiOperator:
-        """The operator whose `function` applies `op` to arrays of packed elements."""
+        """Return the operator whose `function` applies `op` to arrays of packed elements."""
         name = "an MPI operation" if op.is_predefined else "a user's MPI operation"
         return cls(name, function, is_commutative=op.Is_commutative())
 
@@ -141,7 +141,12 @@ class LocalReduction:
 class UnpackingReduction:
     """An operation on elements of a derived datatype, which are unpacked for it.
 
-    `kept`: a duplicate of the datatype, in case the user frees the original during the call.
+    Parameters
+    ----------
+    op, datatype : MPI.Op, MPI.Datatype
+        The operation, and the datatype of its elements.
+    kept : MPI.Datatype
+        A duplicate of the datatype, in case the user frees the original during the call.
     """
 
     def __init__(self, op: MPI.Op, datatype: MPI.Datatype, kept: MPI.Datatype) -> None:
@@ -162,7 +167,7 @@ class UnpackingReduction:
         right_whole.pack(out.view(np.uint8))
 
     def _allocate(self, count: int) -> tuple[BlockType, BlockType, Bytes, Bytes]:
-        """Memory for two operands of `count` elements with their gaps, and datatypes for them."""
+        """Return datatypes and memory for two operands of `count` elements with their gaps."""
         datatype = self._converting
         (first, extent), (true_first, true_extent) = (
             datatype.Get_extent(),
@@ -184,5 +189,5 @@ class UnpackingReduction:
 
 
 def _is_same(x: Bytes, y: Bytes) -> bool:
-    """Whether two arrays are the same memory, given that they do not overlap partly."""
+    """Return whether two arrays are the same memory, given that they do not overlap partly."""
     return bool(x.ctypes.data == y.ctypes.data)

@@ -42,7 +42,7 @@ def prepare_move(
 def _actions(
     sent: PackedMessage | None, received: PackedMessage | None
 ) -> tuple[tuple[Action, ...], ...]:
-    """The actions before the call, after it, and at the end."""
+    """Return the actions before the call, after it, and at the end."""
     load, first = (sent.load, sent.release) if sent else ((), ())
     store, second = (received.store, received.release) if received else ((), ())
     return load, store, first + second
@@ -82,11 +82,15 @@ def prepare_with_operator(
 
 
 def packed_or_none(message: Message | None) -> PackedMessage | None:
+    """Return the packed message; None for None."""
     return None if message is None else packed(message)
 
 
 def receive_place(own: PackedMessage) -> PackedMessage:
-    """The place in which to receive a message over itself; a new array if it is read-only."""
+    """Return the place in which to receive a message over itself.
+
+    The place is the message's own array, or a new array if its own is read-only.
+    """
     array = own.array
     return PackedMessage(array if array.flags.writeable else np.empty_like(array), own.sizes)
 
@@ -95,16 +99,19 @@ def receive_place(own: PackedMessage) -> PackedMessage:
 
 
 def check_sizes(sent: int, received: int) -> None:
+    """Raise ValueError unless a rank sends itself as many bytes as it receives from itself."""
     if sent != received:
         raise ValueError(f"mismatch in what a rank sends itself, {sent} and {received} bytes")
 
 
 def check_types(sent: Message, received: Message) -> None:
+    """Raise ValueError unless two messages have the same datatype."""
     if sent.datatype != received.datatype:
         raise ValueError("mismatch in send and receive MPI datatypes")
 
 
 def check_alike(sent: Message, received: Message) -> None:
+    """Raise ValueError unless two messages have the same datatype and number of elements."""
     check_types(sent, received)
     if sent.num_elements != received.num_elements:
         raise ValueError(
@@ -113,5 +120,6 @@ def check_alike(sent: Message, received: Message) -> None:
 
 
 def check_total(what: str, number: int, counts: list[int]) -> None:
+    """Raise ValueError, which names `what`, unless a number is the sum of the counts."""
     if number != sum(counts):
         raise ValueError(f"mismatch in {what} and sum(counts) {sum(counts)}")

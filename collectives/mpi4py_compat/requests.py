@@ -27,12 +27,15 @@ _HANDLE = ctypes.c_uint64 if MPI._sizeof(MPI.Request) == 8 else ctypes.c_uint32
 
 
 def progress_thread() -> ProgressThread | None:
-    """The thread that advances requests; None if MPI does not support threads."""
+    """Return the thread that advances requests; None if MPI does not support threads."""
     return shared_progress_thread() if MPI.Query_thread() == MPI.THREAD_MULTIPLE else None
 
 
 def require_thread() -> ProgressThread:
-    """The thread that advances requests.  Raises RuntimeError if MPI does not support threads."""
+    """Return the thread that advances requests.
+
+    Raises RuntimeError if MPI does not support threads.
+    """
     thread = progress_thread()
     if thread is None:
         raise RuntimeError(
@@ -46,7 +49,7 @@ class Started(Protocol):
     """A Work or a Plan that was started."""
 
     def test(self) -> bool:
-        """Advance it without waiting; return whether it is complete.  Raises its error."""
+        """Advance it without waiting, and return whether it is complete.  Raises its error."""
 
     def wait(self) -> object:
         """Wait until it is complete.  Raises its error."""
@@ -58,8 +61,21 @@ class Started(Protocol):
 class Operation:
     """A call in progress, and its generalized request of MPI.
 
-    `store`: actions that copy the result to the caller's buffer.  `release`: actions at the end.
-    `pending_operations`: the set that contains it until it is complete.
+    Parameters
+    ----------
+    started : Started
+        What was started.
+    store : sequence of Action
+        Actions that copy the result to the caller's buffer.
+    release : sequence of Action
+        Actions at the end.
+    pending_operations : set of Operation
+        The set that contains the operation until it is complete.
+
+    Attributes
+    ----------
+    request : MPI.Grequest
+        The request of MPI.
     """
 
     error: BaseException | None = None
@@ -136,7 +152,7 @@ class Operation:
                 started.test()
 
     def _query(self, status: MPI.Status) -> None:
-        """Called by MPI in a wait for the complete request."""
+        """Raise the error of the call.  MPI calls this in a wait for the complete request."""
         if self.error is not None and not self.is_asked:
             raise MPI.Exception(_error_code(self.error))
 
@@ -160,19 +176,19 @@ class _LibraryRequest:
     _operation: Operation | None = None
 
     def Wait(self, status: MPI.Status | None = None) -> Any:
-        """Wait until the call, if there is one, is complete; raises its error."""
+        """Wait until the call, if there is one, is complete.  Raises its error."""
         if self._operation is not None:
             self._operation.wait()
         return self._ask(_wait, status)
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the call, if there is one, is complete; raises its error."""
+        """Return whether the call, if there is one, is complete.  Raises its error."""
         if self._operation is not None:
             self._operation.test()
         return bool(self._ask(MPI.Request.Test, status))
 
     def wait(self, status: MPI.Status | None = None) -> Any:
-        """Call `Wait`; the name is that of mpi4py's pickled calls.  Returns None."""
+        """Call `Wait`, under the name of mpi4py's pickled calls.  Returns None."""
         self.Wait(status)
 
     def _ask(self, question: Callable[..., Any], status: MPI.Status | None) -> Any:
@@ -196,7 +212,7 @@ class Request(_LibraryRequest, MPI.Grequest):
 
     @classmethod
     def of(cls, operation: Operation) -> Request:
-        """The request of an operation."""
+        """Return the request of an operation."""
         request = cls(operation.request)
         request._operation = operation
         return request
@@ -274,7 +290,7 @@ class PersistentRequest(_LibraryRequest, MPI.Prequest):
 
 
 def _error_code(error: BaseException) -> int:
-    """An error code of MPI, whose text is that of the error until the next one of its type."""
+    """Return an error code of MPI with the text of the error, until the next error of its type."""
     if isinstance(error, MPI.Exception):
         return error.Get_error_code()
     code = _code_of(type(error).__name__)
@@ -284,5 +300,5 @@ def _error_code(error: BaseException) -> int:
 
 @cache
 def _code_of(_: str) -> int:
-    """A new error code for errors of this name; MPI has few, and they cannot be freed."""
+    """Return a new error code for errors of this name; MPI has few, and they cannot be freed."""
     return MPI.Add_error_code(MPI.ERR_OTHER)

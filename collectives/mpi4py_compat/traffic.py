@@ -23,7 +23,7 @@ _NOTHING = [None, 0, MPI.BYTE]
 
 
 class Traffic:
-    """Records what this library sends; rank 0 prints it at the end.
+    """A record of what this library sends; rank 0 prints it at the end.
 
     It sees the calls of `comm` and of all communicators of this library that are made later, by
     `collectives.wrap` or as a process group of PyTorch as well.  The ledgers of the program do not
@@ -47,7 +47,7 @@ class Traffic:
         session.add_ledger(self._totals)
 
     def _report_and_finalize(self) -> None:
-        """What `MPI.Finalize` does, if the program calls it."""
+        """Print the report and finalize MPI: `MPI.Finalize` of the program is this method."""
         self.report()
         self._finalize()
 
@@ -88,7 +88,7 @@ class Traffic:
                 self._comm.Isend(_NOTHING, rank)
 
     def _is_delivered(self, mine: bytes, seconds: float) -> bool:
-        """Send the numbers to rank 0, and wait until it has printed them."""
+        """Send the numbers to rank 0; return whether it has answered, after printing them."""
         data = MPI.Alloc_mem(len(mine))  # it outlives the interpreter, if rank 0 comes later
         data[:] = mine
         try:
@@ -113,14 +113,14 @@ class Traffic:
 
 
 def call_site() -> str:
-    """The file and the line of the program that makes a call now."""
+    """Return the file and the line of the program that makes a call now."""
     path, line = place_of_caller()
     return f"{_shown(path)}:{line}"
 
 
 @cache
 def _shown(path: str) -> str:
-    """The path of a file, relative to the folder from which it was imported or to this one."""
+    """Return the path of a file, relative to the folder of its import or the current folder."""
     path = os.path.abspath(path)
     folders = [os.path.abspath(folder) + os.sep for folder in (*sys.path, os.curdir)]
     return path[max((len(folder) for folder in folders if path.startswith(folder)), default=0) :]

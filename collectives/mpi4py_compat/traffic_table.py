@@ -17,7 +17,14 @@ Sums = Sequence[tuple[str, str, str, int, int, int]]
 class Line(NamedTuple):
     """What was sent by one line of a program, in one collective, by one algorithm.
 
-    `ranks`: that called it there.  The numbers after it are sums over these ranks.
+    Attributes
+    ----------
+    site, collective, algorithm : str
+        The file and the line of the call, and the names.
+    ranks : int
+        The number of ranks that made the call there.
+    calls, messages, bytes : int
+        Sums over these ranks.
     """
 
     site: str
@@ -32,10 +39,16 @@ class Line(NamedTuple):
 def traffic_table(
     parts: Mapping[int, Sums], size: int, unseen: Iterable[str] = ()
 ) -> Iterator[str]:
-    """The lines of the table, and what it does not show.
+    """Yield the lines of the table, and what the table does not show.
 
-    `parts`: what each rank sent, of those that are known.  `unseen`: sentences about what ranks
-    sent otherwise.
+    Parameters
+    ----------
+    parts : mapping of int to Sums
+        What each rank sent, without the ranks that did not answer.
+    size : int
+        The number of ranks.
+    unseen : iterable of str
+        Sentences about what ranks sent otherwise.
     """
     missing = [rank for rank in range(size) if rank not in parts]
     lines = summed(parts.values())
@@ -51,12 +64,11 @@ def traffic_table(
 
 
 def summed(parts: Iterable[Sums]) -> list[Line]:
-    """The sums over ranks; the sites that sent most come first."""
-    found: dict[tuple[str, str, str], list[tuple[int, int, int]]] = defaultdict(list)
-    for site, collective, algorithm, *sent in chain.from_iterable(parts):
-        calls, messages, num_bytes = sent
-        found[site, collective, algorithm].append((calls, messages, num_bytes))
-    lines = [Line(*kind, len(sent), *_sums(sent)) for kind, sent in found.items()]
+    """Return the sums over ranks; the sites that sent most come first."""
+    numbers: dict[tuple[str, str, str], list[tuple[int, int, int]]] = defaultdict(list)
+    for site, collective, algorithm, calls, messages, num_bytes in chain.from_iterable(parts):
+        numbers[site, collective, algorithm].append((calls, messages, num_bytes))
+    lines = [Line(*kind, len(rows), *_sums(rows)) for kind, rows in numbers.items()]
     of_site: defaultdict[str, int] = defaultdict(int)
     for line in lines:
         of_site[line.site] += line.bytes
@@ -64,13 +76,13 @@ def summed(parts: Iterable[Sums]) -> list[Line]:
 
 
 def _sums(rows: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
-    """The sums of the columns."""
+    """Return the sums of the columns."""
     calls, messages, num_bytes = (sum(column) for column in zip((0, 0, 0), *rows, strict=True))
     return calls, messages, num_bytes
 
 
 def _named(ranks: Sequence[int]) -> str:
-    """The ranks in words: "rank 3", "ranks 0-2, 5"."""
+    """Return the ranks in words: ``"rank 3"``, ``"ranks 0-2, 5"``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

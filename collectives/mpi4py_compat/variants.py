@@ -20,7 +20,10 @@ from collectives.mpi4py_compat.requests import Operation, PersistentRequest, Req
 class Caller(Protocol):
     """An MPI communicator with the library's collectives.
 
-    `pending_operations`: the operations that were started here and are not complete.
+    Attributes
+    ----------
+    pending_operations : set of Operation
+        The operations that were started here and are not complete.
     """
 
     pending_operations: set[Operation]
@@ -31,7 +34,7 @@ class Caller(Protocol):
 
 
 def call_variants(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any, Any]:
-    """The blocking, the non-blocking and the persistent method for one preparation."""
+    """Return the blocking, the non-blocking and the persistent method for one preparation."""
     own = _DIRECT_CALLS.get(name, "")
 
     @wraps(prepare)
@@ -90,7 +93,7 @@ def call_variants(name: str, prepare: Callable[..., Prepared]) -> tuple[Any, Any
 
 
 def _request(caller: Caller, work: Any, call: Prepared | None = None) -> Request:
-    """The request of a call in progress."""
+    """Return the request of a call in progress."""
     store, release = ((), ()) if call is None else (call.store, call.release)
     return Request.of(Operation(work, store, release, caller.pending_operations))
 
@@ -102,9 +105,9 @@ _DIRECT_CALLS = {"Allreduce": "all_reduce", "Scan": "scan"}
 def _direct_arguments(
     sendbuf: Any = None, recvbuf: Any = None, op: Any = MPI.SUM, *others: Any, **more: Any
 ) -> dict[str, Any]:
-    """The arguments of the library's own call if both buffers are plain arrays, else none.
+    """Return the arguments of the library's own call if both buffers are plain arrays, else {}.
 
-    Then they need not be read as buffers, which takes longer than a small call.
+    Plain arrays need not be read as buffers, which takes longer than a small call.
     """
     if sendbuf is MPI.IN_PLACE:
         sendbuf = recvbuf
@@ -122,6 +125,6 @@ def _direct_arguments(
 
 
 def _with_info(theirs: Signature) -> Signature:
-    """The signature of a persistent call, which also accepts hints."""
+    """Return the signature of a persistent call, which also accepts hints."""
     info = Parameter("info", Parameter.KEYWORD_ONLY, default=None, annotation=MPI.Info | None)
     return theirs.replace(parameters=[*theirs.parameters.values(), info])

@@ -26,5 +26,8 @@ def replace_world() -> Intracomm:
 
 
 def _reduce(comm: MPI.Intracomm) -> Any:
-    """What is pickled of an intracommunicator of MPI: the original COMM_WORLD has lost its name."""
+    """Return what is pickled of an intracommunicator of MPI.
+
+    The original COMM_WORLD has lost its name to the drop-in, which is pickled in its place.
+    """
     return (MPI.Intracomm, (MPI.COMM_WORLD,)) if comm is _ORIGINAL else comm.__reduce__()

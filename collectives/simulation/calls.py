@@ -37,10 +37,15 @@ MANY_MESSAGES = 16  # of a rank in a round
 class Call(NamedTuple):
     """What the simulation of a call finds.
 
-    - `seconds`: from the beginning of all ranks to the end of the last.
-    - `link_bytes`: what each link of the network carried.
-    - `class_bytes`: what all ranks sent by each class of links.
-    - `is_extended`: whether fewer lanes were simulated than the call has.
+    Attributes
+    ----------
+    seconds : float
+        From the beginning of all ranks to the end of the last.
+    link_bytes, class_bytes : array
+        The bytes that each link of the network carried, and that all ranks sent by each class of
+        links.
+    is_extended : bool
+        Whether fewer lanes were simulated than the call has.
     """
 
     seconds: float
@@ -59,13 +64,22 @@ def simulate_call(
 ) -> Call:
     """Simulate a call of all ranks of a network, or the same call of several groups of them.
 
-    - `spec`: the call.
-    - `machine`, `network`, `stragglers`: those of `simulate`.
-    - `groups`: the ranks of each group, which are equally large; other ranks do nothing.  A rank
-      may be in several groups if the call has one round.  None: all ranks are one group.
+    Parameters
+    ----------
+    spec : CallSpec
+        The call.
+    machine, network, stragglers
+        As for `simulate`.
+    groups : sequence of sequences of int, optional
+        The ranks of each group.  All groups are equally large; ranks without a group do nothing.  A
+        rank may be in several groups if the call has one round.  By default all ranks are one
+        group.
 
-    Returns a `Call`.  Raises ValueError if the algorithm cannot serve, if the network is folded and
-    the ranks do not all do the same, or if a rank would be in several calls of several rounds.
+    Raises
+    ------
+    ValueError
+        If the algorithm cannot serve, if the network is folded and the ranks do not all do the
+        same, or if a rank would be in several calls of several rounds.
     """
     size = network.num_ranks if groups is None else len(groups[0])
     is_dense = has_many_messages(spec, size)
@@ -75,16 +89,21 @@ def simulate_call(
     if groups is None:
         tables = _tables(specs, machine, network)
     else:
-        tables = [_rows_of_groups(each, machine, groups, network.num_ranks) for each in specs]
+        tables = [_rows_of_groups(spec, machine, groups, network.num_ranks) for spec in specs]
     resolution = RESOLUTION if is_dense and is_extended else 0.0
-    found = [simulate_rows(rows, machine, network, stragglers, resolution) for rows in tables]
+    first, *others = [
+        simulate_rows(rows, machine, network, stragglers, resolution) for rows in tables
+    ]
     if not is_extended:
-        return Call(found[0].seconds, found[0].link_bytes, found[0].class_bytes, False)
-    return _extended(found[0], found[1], (_num_lanes(spec) - few[1]) / (few[1] - few[0]))
+        return Call(first.seconds, first.link_bytes, first.class_bytes, False)
+    return _extended(first, others[0], (_num_lanes(spec) - few[1]) / (few[1] - few[0]))
 
 
 def _extended(first: Simulation, second: Simulation, factor: float) -> Call:
-    """A call with more lanes than `second`, longer by `factor` times its difference to `first`."""
+    """Return a call with more lanes than two simulated ones.
+
+    It takes longer than `second` by `factor` times the difference between `first` and `second`.
+    """
     return Call(
         second.seconds + factor * (second.seconds - first.seconds),
         second.link_bytes + factor * (second.link_bytes - first.link_bytes),
@@ -94,7 +113,7 @@ def _extended(first: Simulation, second: Simulation, factor: float) -> Call:
 
 
 def has_many_messages(spec: CallSpec, size: int) -> bool:
-    """Whether a rank has many messages in a round."""
+    """Return whether a rank has many messages in a round."""
     startups, rounds = (
         float(formula(p=size, n=size, **dict(spec.options)))
         for formula in (spec.algorithm.startups, spec.algorithm.rounds)
@@ -103,18 +122,18 @@ def has_many_messages(spec: CallSpec, size: int) -> bool:
 
 
 def _num_lanes(spec: CallSpec) -> float:
-    """The lanes of a call; of the last one, which may be shorter, the fraction."""
+    """Return the number of lanes of a call; the last one, which may be shorter, is a fraction."""
     return _largest(spec) / -(-_largest(spec) // spec.segments)
 
 
 def _largest(spec: CallSpec) -> int:
-    """The elements of the largest block that lanes divide."""
+    """Return the number of elements of the largest block that lanes divide."""
     counts = spec.counts
     return counts if isinstance(counts, int) else max(cast("tuple[int, ...]", counts))
 
 
 def shortened(spec: CallSpec, lanes: int) -> CallSpec:
-    """The call on the elements of its first lanes."""
+    """Return the call on the elements of its first lanes."""
     if lanes >= spec.segments:
         return spec
     most, counts = lanes * -(-_largest(spec) // spec.segments), spec.counts
@@ -125,7 +144,7 @@ def shortened(spec: CallSpec, lanes: int) -> CallSpec:
 
 
 def _tables(specs: Sequence[CallSpec], machine: Machine, network: Network) -> list[list[Rows]]:
-    """For each call, the rows of each rank that is simulated."""
+    """Return for each call the rows of each rank that is simulated."""
     num_ranks, ranks = network.num_ranks, range(network.period)
     firsts = [repeated(spec, machine, num_ranks) for spec in specs]
     if None not in firsts:
@@ -155,21 +174,21 @@ def _without_garbage_collection() -> Iterator[None]:
 def _rows_of_groups(
     spec: CallSpec, machine: Machine, groups: Sequence[Sequence[int]], num_ranks: int
 ) -> list[Rows]:
-    """The rows of each rank: of its calls at the same time; none outside of groups."""
+    """Return the rows of each rank, which makes the calls of its groups at the same time."""
     size = len(groups[0])
     of_group = [rows_of(compile_call(spec, i, size, is_kept=False), machine) for i in range(size)]
-    found: list[list[Rows]] = [[] for _ in range(num_ranks)]
+    calls_of_ranks: list[list[Rows]] = [[] for _ in range(num_ranks)]
     for group in groups:
         for rank, rows in zip(group, of_group, strict=True):
-            found[rank].append(rows.renamed(np.asarray(group)))
-    return [at_once(each) for each in found]
+            calls_of_ranks[rank].append(rows.renamed(np.asarray(group)))
+    return [at_once(calls) for calls in calls_of_ranks]
 
 
 def repeated(spec: CallSpec, machine: Machine, size: int) -> Rows | None:
-    """The rows of rank 0, if all ranks do the same at peers at the same distances.
+    """Return the rows of rank 0, if all ranks do the same at peers at the same distances.
 
-    That is checked for some ranks.  (Tests check for all ranks of all algorithms, with few ranks,
-    that these are enough.)
+    Some ranks are compared.  (Tests check for all ranks of all algorithms, with few ranks, that
+    these are enough.)
     """
 
     def rows(rank: int) -> Rows:

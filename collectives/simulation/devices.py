@@ -14,15 +14,22 @@ from collectives.lowering import SYNCHRONIZING, DeviceKind, DeviceOperation, Dev
 class DeviceLink(NamedTuple):
     """What operations of devices of one host cost, in seconds and bytes per second.
 
-    - `synchronize`, `copy`, `kernel`: of the host, to enqueue a batch of signals and awaits, a
-      copy, or a combination or division.
-    - `hop`: from a signal until the device of another rank has seen it.
-    - `start`: of the device, to begin a copy or a kernel.
-    - `rate`: of all that the device of a rank reads and writes; ranks that share a device have a
-      part of its rate each.
-    - `staging`: of the host, for a staged message; `staging_rate`: of its bytes.
-
     The defaults were measured on one H100 that several ranks share.
+
+    Attributes
+    ----------
+    synchronize, copy, kernel : float
+        The seconds that the host takes to enqueue a batch of signals and awaits, a copy, or a
+        combination or division.
+    hop : float
+        The seconds from a signal until the device of another rank has seen it.
+    start : float
+        The seconds that the device takes to begin a copy or a kernel.
+    rate : float
+        The bytes per second that the device of a rank reads and writes; ranks that share a device
+        have a part of its rate each.
+    staging, staging_rate : float
+        The seconds that the host takes for a staged message, and the rate of its bytes.
     """
 
     synchronize: float = 2.4e-6
@@ -38,7 +45,7 @@ class DeviceLink(NamedTuple):
 def simulate_devices(
     programs: Sequence[DeviceProgram], link: DeviceLink | None = None
 ) -> NDArray[np.float64]:
-    """When the device of each rank has completed its program, in seconds from the call.
+    """Return the seconds from the call until the device of each rank has completed its program.
 
     An operation begins when the host has enqueued it, the one before it is complete, and what it
     waits for has arrived.  Raises ScheduleError if ranks wait for each other forever.
@@ -62,14 +69,14 @@ def simulate_devices(
 
 
 def _host_seconds(operation: DeviceOperation, link: DeviceLink) -> float:
-    """What the host takes to enqueue an operation."""
+    """Return what the host takes to enqueue an operation."""
     if operation.kind in SYNCHRONIZING:
         return link.synchronize
     return link.kernel if operation.kind in (DeviceKind.COMBINE, DeviceKind.DIVIDE) else link.copy
 
 
 def _device_seconds(operation: DeviceOperation, link: DeviceLink) -> float:
-    """What the device takes for an operation."""
+    """Return what the device takes for an operation."""
     if operation.kind in SYNCHRONIZING:
         return 0.0
     if operation.kind in (DeviceKind.SEND, DeviceKind.RECEIVE):

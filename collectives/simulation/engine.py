@@ -19,8 +19,13 @@ from collectives.simulation.world import Flows, World, flows_of
 class Simulation(NamedTuple):
     """What a simulation finds.
 
-    `rank_seconds`: when each simulated rank has completed its program.  `link_bytes`: what each
-    link of the network carried.  `class_bytes`: what all ranks sent by each class of links.
+    Attributes
+    ----------
+    rank_seconds : array
+        When each simulated rank has completed its program.
+    link_bytes, class_bytes : array
+        The bytes that each link of the network carried, and that all ranks sent by each class of
+        links.
     """
 
     rank_seconds: NDArray[np.float64]
@@ -43,19 +48,11 @@ def simulate(
 ) -> Simulation:
     """Run the programs of all ranks in simulated time.
 
-    - `programs`: those of ranks 0, 1, ....  Those of `network.period` ranks stand for those of all
-      ranks: of n programs, rank r + n does what rank r does, with all peers moved on by n.
-    - `machine`: what messages, copies and combinations cost.
-    - `network`: where ranks are, and which links they share; None: they share none.
-    - `hosts`: without a network, the host of each rank; None: all are on one host.
-    - `stragglers`: by rank, a factor by which its processor is slower: its overheads, copies and
-      combinations take longer.
-
     Every rank has one processor, and one port for each class of links.  A rank begins its rows in
     order, up to the next row that waits, copies or combines.  Messages cost what they do in the
     LogGOPS model (Hoefler, Schneider and Lumsdaine 2010):
 
-    - Of s bytes, the send occupies the sender's processor for o + (s - 1) O, and its port for
+    - The send of s bytes occupies the sender's processor for o + (s - 1) O, and its port for
       g + (s - 1) G.
     - If no links are shared, as in LogGOPSim, the receive occupies the receiver's processor from
       the arrival of the first byte, for o + max((s - 1) O, (s - 1) G), and its port for
@@ -63,9 +60,27 @@ def simulate(
     - On links that are shared, the sender's port is busy until the message has left it, and the
       receive begins when the last byte is there.
 
-    Returns a `Simulation`.  Raises ValueError if the ranks do not receive what they send each
-    other, or wait for each other forever, or if there are more or
-    fewer programs, or if the machine has no link for a message.
+    Parameters
+    ----------
+    programs : sequence of Program
+        The programs of ranks 0, 1, ....  The programs of `network.period` ranks stand for the
+        programs of all ranks: with n programs, rank r + n does what rank r does, with all peers
+        moved on by n.
+    machine : Machine
+        What messages, copies and combinations cost.
+    network : Network, optional
+        Where ranks are, and which links they share.  By default they share none.
+    hosts : sequence of int, optional
+        Without a network, the host of each rank.  By default all ranks are on one host.
+    stragglers : mapping of int to float, optional
+        By rank, a factor by which its processor is slower: its overheads, copies and combinations
+        take longer.
+
+    Raises
+    ------
+    ValueError
+        If the ranks do not receive what they send each other, or wait for each other forever, if
+        the number of programs is wrong, or if the machine has no link for a message.
     """
     if network is None:
         network = Apart([0] * len(programs) if hosts is None else hosts)
@@ -79,10 +94,10 @@ def simulate_rows(
     stragglers: Mapping[int, float] | None = None,
     resolution: float = 0.0,
 ) -> Simulation:
-    """`simulate` for the rows of each rank.
+    """Run the rows of each rank in simulated time, as `simulate` runs programs.
 
-    `resolution`: a part of its time for which a message may wait until the links are divided anew,
-    so that this is done once for many messages.
+    A message may wait for a part `resolution` of its time until the links are divided anew, so that
+    they are divided once for many messages.
     """
     _check(len(rows), network, stragglers)
     slowness = np.ones(len(rows))
@@ -101,7 +116,7 @@ def simulate_rows(
 
 
 def _check(num_programs: int, network: Network, stragglers: Mapping[int, float] | None) -> None:
-    """Raise ValueError if the network is for another number of programs."""
+    """Raise ValueError if the network is for other programs, or has no such stragglers."""
     if num_programs != network.period:
         raise ValueError(f"there are {num_programs} programs for {network.period} ranks")
     if wrong := [rank for rank in stragglers or () if not 0 <= rank < network.num_ranks]:
@@ -113,9 +128,9 @@ def _check(num_programs: int, network: Network, stragglers: Mapping[int, float] 
 def _routed(
     world: World, messages: Messages, network: Network, resolution: float
 ) -> tuple[Flows, NDArray[np.float64]]:
-    """The network without messages, and the bytes that each of its links will have carried.
+    """Return the network without messages, and the bytes that each of its links will have carried.
 
-    Writes the route of each message into the world.
+    It writes the route of each message into the world.
     """
     pairs, inverse = np.unique(
         messages.sources * network.num_ranks + messages.destinations, return_inverse=True
@@ -141,7 +156,7 @@ def _run(world: World, flows: Flows) -> None:
 
 
 def _compiled(function: Any, *arguments: Any) -> Callable[..., Any]:
-    """The function compiled for these arguments; the function itself where numba is missing."""
+    """Return the function compiled for these arguments; without numba, the function itself."""
     if jit.why_unavailable() is not None:
         return function  # type: ignore[no-any-return]
     import numba  # noqa: PLC0415

@@ -33,7 +33,7 @@ DEADLINE, RESOLUTION = range(2)  # of `Flows.clocks`
 
 @jit.helper
 def is_before(world: World, a: int, b: int) -> bool:
-    """Whether event `a` precedes `b`: it is earlier, or has been known for longer."""
+    """Return whether event `a` precedes `b`: it is earlier, or has been known for longer."""
     first, second = world.events[a], world.events[b]
     if first.time == second.time:
         return first.known < second.known
@@ -83,7 +83,7 @@ def schedule(world: World, event: int, time: float, known: int) -> None:
 
 @jit.helper
 def take_first(world: World) -> int:
-    """Remove the first event of the heap."""
+    """Remove the first event of the heap, and return it."""
     first = world.heap[0]
     world.counters[HEAP_SIZE] -= 1
     size = world.counters[HEAP_SIZE]
@@ -110,30 +110,30 @@ def happen_at(world: World, message: int, time: float) -> None:
 
 @jit.helper
 def now_known(world: World) -> int:
-    """A number larger than all before."""
+    """Return a number that is larger than all numbers returned before."""
     world.counters[LAST_KNOWN] += 1
     return world.counters[LAST_KNOWN]
 
 
 @jit.helper
 def choose(world: World, rank: int) -> tuple[float, int, int, int]:
-    """What the processor can begin first: when, since when it is known, its kind, its port."""
+    """Return what the processor can begin first: when, since when that is known, kind, port."""
     clock, messages = world.ranks[rank].clock, world.messages
     time, known, kind, port = math.inf, 0, WAIT, 0
     if world.ranks[rank].work_known >= 0:
         time, known, kind = clock, world.ranks[rank].work_known, WORK
-    for each in range(world.ports.shape[1]):
-        at = world.ports[rank, each]
+    for candidate in range(world.ports.shape[1]):
+        at = world.ports[rank, candidate]
         if at.first_to_send >= 0:
             begin, since = max(clock, at.send_free), messages[at.first_to_send].known
             if begin < time or (begin == time and since < known):
-                time, known, kind, port = begin, since, SEND, each
+                time, known, kind, port = begin, since, SEND, candidate
         if at.first_arrived >= 0:
             arrival = world.events[len(world.ranks) + at.first_arrived].time
             begin = max(clock, at.receive_free, arrival)
             since = messages[at.first_arrived].known
             if begin < time or (begin == time and since < known):
-                time, known, kind, port = begin, since, RECEIVE, each
+                time, known, kind, port = begin, since, RECEIVE, candidate
     return time, known, kind, port
 
 
@@ -292,7 +292,7 @@ def arrive(world: World, number: int) -> None:
 def receive(world: World, network: Flows, rank: int, port: int, time: float) -> None:
     """Receive the first message of a queue; the processor is busy until its last byte is there.
 
-    On a network it is there.
+    On links that are shared, the last byte is there when the receive begins.
     """
     at = world.ports[rank, port]
     number = at.first_arrived
@@ -371,7 +371,7 @@ def settle(world: World) -> None:
 
 @jit.helper
 def first_end(network: Flows) -> float:
-    """When the next messages will have left the network; note which these are."""
+    """Return when the next messages will have left the network; note which these are."""
     first, count = math.inf, 0
     for place in range(len(network.ends)):
         end = network.ends[place]
@@ -396,7 +396,7 @@ def end_flows(world: World, network: Flows, time: float) -> None:
 def run(world: World, network: Flows) -> bool:
     """Continue until nothing can happen any more, or until the links must be divided anew.
 
-    Returns whether they must.
+    Return whether the links must be divided anew.
     """
     settle(world)
     end = first_end(network)

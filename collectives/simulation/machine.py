@@ -14,14 +14,22 @@ SAME_HOST, OTHER_HOST, ISLAND = LINK_CLASSES = "same_host", "other_host", "islan
 class Link(NamedTuple):
     """What a message of up to `up_to_bytes` bytes costs between two ranks.
 
-    The letters are those of the LogGOPS model (Hoefler, Schneider and Lumsdaine 2010):
+    The letters are the letters of the LogGOPS model (Hoefler, Schneider and Lumsdaine 2010).
 
-    - `overhead_seconds`: o, for which the message occupies the processor, at each end.
-    - `overhead_seconds_per_byte`: O, the same for each byte.
-    - `latency_seconds`: L, from one end to the other.
-    - `gap_seconds`: g, the least time between two messages that a rank sends, or receives.
-    - `seconds_per_byte`: G, the time of each further byte on the link.
-    - `is_rendezvous`: whether the sender waits until the receive is posted (messages above S).
+    Attributes
+    ----------
+    up_to_bytes : float
+        The largest message to which the costs apply.
+    overhead_seconds, overhead_seconds_per_byte : float
+        o and O: how long the message, and each further byte, occupies the processor at each end.
+    latency_seconds : float
+        L, from one end to the other.
+    gap_seconds : float
+        g, the least time between two messages that a rank sends, or receives.
+    seconds_per_byte : float
+        G, the time of each further byte on the link.
+    is_rendezvous : bool
+        Whether the sender waits until the receive is posted (messages above S).
     """
 
     up_to_bytes: float = math.inf
@@ -33,7 +41,10 @@ class Link(NamedTuple):
     is_rendezvous: bool = False
 
     def seconds(self, num_bytes: float) -> float:
-        """From the beginning of a send to the end of its receive, if nothing else happens."""
+        """Return the seconds from the beginning of a send to the end of its receive.
+
+        Nothing else happens at the same time.
+        """
         per_byte = max(self.seconds_per_byte, self.overhead_seconds_per_byte)
         return 2 * self.overhead_seconds + self.latency_seconds + per_byte * max(num_bytes - 1, 0)
 
@@ -41,10 +52,15 @@ class Link(NamedTuple):
 class Machine(NamedTuple):
     """What everything costs.
 
-    `links`: by class ("same_host", "other_host", or "island" for ranks that faster links connect),
-    the `Link`s in the order of their sizes; the last has no limit.  `call_seconds`: of a call, in
-    addition to its operations.  `copy_seconds_per_byte` and `combine_seconds_per_byte`: of a copy
-    and a combination within a rank.
+    Attributes
+    ----------
+    links : mapping of str to tuple of Link
+        By class ("same_host", "other_host", or "island" for ranks that faster links connect), the
+        links in the order of their sizes.  The last has no limit.
+    call_seconds : float
+        The time of a call in addition to its operations.
+    copy_seconds_per_byte, combine_seconds_per_byte : float
+        The time of a copy and of a combination within a rank.
     """
 
     links: Mapping[str, tuple[Link, ...]]
@@ -53,17 +69,17 @@ class Machine(NamedTuple):
     combine_seconds_per_byte: float = 0.0
 
     def bytes_per_second(self, link_class: str) -> float:
-        """The rate of the fastest link of a class, as a single large message sees it."""
+        """Return the rate of the fastest link of a class, as a single large message sees it."""
         rates = [link.seconds_per_byte for link in self.links.get(link_class, ())]
         fastest = min(rates, default=0.0)
         return 1 / fastest if fastest else math.inf
 
     def link(self, link_class: str, num_bytes: float) -> Link:
-        """The link that carries a message of this size."""
+        """Return the link that carries a message of this size."""
         return next(link for link in self.links[link_class] if num_bytes <= link.up_to_bytes)
 
     def connects(self, topology: Topology | None) -> bool:
-        """Whether there are links between all ranks on these hosts (None: one host)."""
+        """Return whether there are links between all ranks on these hosts, or on one if None."""
         needed = {OTHER_HOST} if topology is not None and topology.num_hosts > 1 else set()
         if topology is None or topology.max_per_host > 1:
             needed.add(SAME_HOST)
@@ -71,7 +87,7 @@ class Machine(NamedTuple):
 
 
 def _link(rate: float, latency: float) -> tuple[Link, ...]:
-    """A link on which messages of more than 64 KiB wait for their receives."""
+    """Return the costs of a link on which messages of more than 64 KiB wait for their receives."""
     eager = Link(
         up_to_bytes=65536,
         overhead_seconds=1e-6,

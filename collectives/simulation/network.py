@@ -20,7 +20,14 @@ Ints = NDArray[np.int64]
 class Links(NamedTuple):
     """The links of a network, in the order of their numbers.
 
-    `capacities`: bytes a second.  `kinds`: what each is, as an index into `kind_names`.
+    Attributes
+    ----------
+    capacities : array
+        The bytes per second of each link.
+    kinds : array of int
+        The kind of each link, as an index into `kind_names`.
+    kind_names : tuple of str
+        The names of the kinds.
     """
 
     capacities: NDArray[np.float64]
@@ -31,10 +38,18 @@ class Links(NamedTuple):
 class Network(Protocol):
     """Where ranks are, and the links between them.
 
-    `classes`: the names of the links of a `Machine` that messages use.  `period`: how many of the
-    `num_ranks` ranks are simulated; the others do the same at the same times.  All ranks can be
-    moved on by so many without a change in how they are connected, and links that then move into
-    each other are one.
+    Attributes
+    ----------
+    num_ranks : int
+        The number of ranks.
+    period : int
+        How many ranks are simulated; the others do the same at the same times.  All ranks can be
+        moved on by so many without a change in how they are connected, and links that then move
+        into each other are one.
+    classes : tuple of str
+        The names of the links of a `Machine` that messages use.
+    links : Links
+        The links between the ranks.
     """
 
     num_ranks: int
@@ -43,16 +58,19 @@ class Network(Protocol):
     links: Links
 
     def classify(self, sources: Ints, destinations: Ints) -> Ints:
-        """The class of each message, as an index into `classes`."""
+        """Return the class of each message, as an index into `classes`."""
 
     def routes(self, sources: Ints, destinations: Ints) -> Ints:
-        """The numbers of the links of each message, a row for each, filled up with -1."""
+        """Return the numbers of the links of each message, a row for each, filled up with -1."""
 
 
 class Apart:
     """Ranks on hosts that are connected without limit: messages never share a link.
 
-    `hosts`: the host of each rank.
+    Parameters
+    ----------
+    hosts : sequence of int
+        The host of each rank.
     """
 
     classes: tuple[str, ...] = (SAME_HOST, OTHER_HOST)
@@ -62,20 +80,28 @@ class Apart:
         self.links = Links(np.zeros(0), np.zeros(0, np.int64), ())
 
     def classify(self, sources: Ints, destinations: Ints) -> Ints:
-        """0 within a host, 1 between hosts."""
-        found: Ints = (self.hosts[sources] != self.hosts[destinations]).astype(np.int64)
-        return found
+        """Return 0 for a message within a host, 1 for a message between hosts."""
+        classes: Ints = (self.hosts[sources] != self.hosts[destinations]).astype(np.int64)
+        return classes
 
     def routes(self, sources: Ints, destinations: Ints) -> Ints:
-        """No links."""
+        """Return no links."""
         return np.full((len(sources), 0), -1)
 
 
 class Level(NamedTuple):
     """A level of a tree: groups of consecutive ranks, and the links of each to the others.
 
-    `name`: of a link.  `ranks`: of a group.  `lanes`: the parallel links of a group, which its
-    ranks divide evenly.  `capacity`: of each, in bytes a second and direction.
+    Attributes
+    ----------
+    name : str
+        The name of a link.
+    ranks : int
+        The number of ranks of a group.
+    lanes : int
+        The number of parallel links of a group, which its ranks divide evenly.
+    capacity : float
+        The bytes per second of each link in each direction.
     """
 
     name: str
@@ -87,8 +113,8 @@ class Level(NamedTuple):
 class _Family(NamedTuple):
     """Links that are alike, out of or into the groups of a level.
 
-    `link_class`: that of the messages within a host or an island that use them; None: messages to
-    other groups use them.
+    Messages of the class `link_class`, within a host or an island, use them; with None, messages to
+    other groups do.
     """
 
     level: Level
@@ -109,11 +135,23 @@ class Tree:
     message within a host, or within an island of ranks with fast links, is only on the port of the
     rank that receives it.
 
-    - `levels`: hosts first.
-    - `island`: how many consecutive ranks fast links connect.
-    - `is_folded`: whether the ranks of a largest group stand for all ranks.
+    Parameters
+    ----------
+    machine : Machine
+        Its links give the rates of the ports of ranks.
+    num_ranks : int
+        The number of ranks.
+    levels : tuple of Level
+        The levels, hosts first.
+    island : int
+        How many consecutive ranks fast links connect.
+    is_folded : bool
+        Whether the ranks of a largest group stand for all ranks.
 
-    Raises ValueError if groups do not divide the ranks, or each other.
+    Raises
+    ------
+    ValueError
+        If groups do not divide the ranks, or each other.
     """
 
     def __init__(
@@ -148,14 +186,14 @@ class Tree:
         return -(-self.period // level.ranks) * level.lanes
 
     def classify(self, sources: Ints, destinations: Ints) -> Ints:
-        """0 within a host, 1 between hosts, 2 within an island."""
-        found: Ints = (sources // self.host != destinations // self.host).astype(np.int64)
+        """Return 0 for a message within a host, 1 between hosts, 2 within an island."""
+        classes: Ints = (sources // self.host != destinations // self.host).astype(np.int64)
         if self.island > 1:
-            found[sources // self.island == destinations // self.island] = 2
-        return found
+            classes[sources // self.island == destinations // self.island] = 2
+        return classes
 
     def routes(self, sources: Ints, destinations: Ints) -> Ints:
-        """A column for each family of links: the one that a message uses, or -1."""
+        """Return a column for each family of links: the one that a message uses, or -1."""
         classes = self.classify(sources, destinations)
         columns = []
         for first, (level, is_entry, link_class) in zip(self.firsts, self.families, strict=False):
@@ -175,8 +213,16 @@ class Torus:
     """Ranks in a torus, with two links to each neighbour, one in each direction.
 
     A message moves along one dimension after the other, first along the fastest, and in each on the
-    shorter way.  Consecutive ranks are neighbours along the last dimension.  `is_folded`: whether
-    the ranks of one layer of the first dimension stand for all ranks.
+    shorter way.  Consecutive ranks are neighbours along the last dimension.
+
+    Parameters
+    ----------
+    machine : Machine
+        Its link between hosts gives the rate of all links.
+    shape : tuple of int
+        The number of ranks along each dimension.
+    is_folded : bool
+        Whether the ranks of one layer of the first dimension stand for all ranks.
     """
 
     classes: tuple[str, ...] = (OTHER_HOST,)
@@ -193,11 +239,11 @@ class Torus:
         )
 
     def classify(self, sources: Ints, destinations: Ints) -> Ints:
-        """All messages are between hosts."""
+        """Return 0 for each message: all are between hosts."""
         return np.zeros_like(sources)
 
     def routes(self, sources: Ints, destinations: Ints) -> Ints:
-        """A column for each step along each dimension."""
+        """Return a column for each step along each dimension."""
         at = np.stack(np.unravel_index(sources, self.shape))
         target = np.stack(np.unravel_index(destinations, self.shape))
         columns = []
@@ -216,7 +262,7 @@ class Torus:
 
 
 def _check(num_ranks: int | None, unit: int, levels: tuple[Level, ...]) -> None:
-    """Raise ValueError for groups that are not made of groups."""
+    """Raise ValueError unless groups divide the larger groups, and links the ranks of a group."""
     sizes = [level.ranks for level in levels]
     for small, large in zip(sizes, [*sizes[1:], num_ranks or sizes[-1]], strict=True):
         if large % small:

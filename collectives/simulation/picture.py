@@ -17,10 +17,18 @@ _FONT = 'font-family="system-ui, sans-serif" font-size="12"'
 def picture(
     title: str, label: str, seconds: float, link_bytes: NDArray[np.float64], network: Network
 ) -> str:
-    """A heat map as SVG: a block of cells for each kind of link, in the order of their numbers.
+    """Return a heat map as SVG: a block of cells for each kind of link.
 
-    `title`: what was simulated.  `label`: the algorithm.  `seconds` and `link_bytes`: what was
-    found.
+    Parameters
+    ----------
+    title, label : str
+        What was simulated, and the algorithm.
+    seconds : float
+        The time of the call.
+    link_bytes : array
+        The bytes that each link carried.
+    network : Network
+        The network.
     """
     capacities, kinds, names = network.links
     share = link_bytes / capacities / max(seconds, 1e-300)
@@ -54,7 +62,7 @@ def _legend() -> Iterator[str]:
 
 
 def _block(name: str, shares: NDArray[np.float64], top: int) -> Iterator[str]:
-    """The name of a kind of link, and a cell for each link."""
+    """Yield the name of a kind of link, and a cell for each link."""
     yield f'<text x="8" y="{top + 10}">{escape(name)}: {len(shares)}</text>'
     for number, share in enumerate(shares.tolist()):
         row, column = divmod(number, _PER_ROW)

@@ -1,8 +1,8 @@
 """Divides links among the messages that are on them at the same time, max-min fairly.
 
-A rate could be larger only by making one smaller that is not larger (Bertsekas and Gallager 1992).
-Rates change only when a message enters or leaves the network, and only those of messages that are
-connected with it through links that are full.
+A rate could be larger only if one became smaller that is not larger (Bertsekas and Gallager 1992).
+Rates change only when a message enters or leaves the network, and only the rates of messages that
+are connected with it through links that are full.
 
 Numba compiles this file; where it is missing, Python interprets it.
 """
@@ -21,7 +21,7 @@ EXACTLY = 1 + 1e-9  # sums of rates differ by less in the order in which they ar
 
 @jit.helper
 def is_full(network: Flows, link: int) -> bool:
-    """Whether the messages on a link could together be faster than the link."""
+    """Return whether the messages on a link could together be faster than the link."""
     return network.links[link].demand > network.links[link].capacity * EXACTLY
 
 
@@ -36,7 +36,7 @@ def list_link(network: Flows, link: int) -> None:
 
 @jit.helper
 def list_flow(network: Flows, place: int) -> None:
-    """Note that the rate of a message must be decided, and all those that depend on it."""
+    """Note that the rate of a message, and all rates that depend on it, must be decided."""
     flow = network.flows[place]
     if flow.is_listed:
         return
@@ -134,7 +134,7 @@ def fix(network: Flows, place: int, rate: float) -> None:
 
 @jit.helper
 def fair_share(network: Flows, number: int) -> float:
-    """What a link has for each message whose rate is open."""
+    """Return the rate that a link has for each message whose rate is open."""
     link = network.links[number]
     return link.free / link.num_open if link.num_open > 0 else math.inf
 
@@ -174,7 +174,7 @@ def make_heap(network: Flows) -> int:
 def refresh(network: Flows, size: int) -> int:
     """Bring the link with the smallest share to the top; return the number of links.
 
-    Shares only grow, so that of the top is computed anew until it is still the smallest.
+    Shares only grow, so the share of the top is computed anew until it is still the smallest.
     """
     while size > 0:
         link = network.links[network.listed[0]]
@@ -204,7 +204,7 @@ def fix_limited(network: Flows, level: float) -> int:
 
 @jit.helper
 def smallest_limit(network: Flows) -> float:
-    """The smallest limit of the messages whose rates are open."""
+    """Return the smallest limit of the messages whose rates are open."""
     smallest = math.inf
     for number in range(network.counters[NUM_MOVED]):
         flow = network.flows[network.moved[number]]

@@ -28,7 +28,7 @@ _KIND, _PEER, _SIZE, _SLOT = (Row._fields.index(x) for x in ("kind", "peer", "si
 
 
 class Messages(NamedTuple):
-    """All messages, in the order in which each rank sends them.  `sizes`: in bytes."""
+    """All messages, in the order in which each rank sends them, with their sizes in bytes."""
 
     sources: Ints
     destinations: Ints
@@ -38,7 +38,16 @@ class Messages(NamedTuple):
 class Rows(NamedTuple):
     """The rows of a program, of which adjacent copies and combinations are one row of work.
 
-    `peers`: or how many slots a row waits for.  `num_slots`: of the program.
+    Attributes
+    ----------
+    kinds, slots, sizes : array
+        The kind, the (first) slot and the bytes of each row.
+    peers : array
+        The peer of each row; or, of a row that waits, for how many slots.
+    seconds : array
+        How long each row of work takes; 0 for the others.
+    num_slots : int
+        The number of slots of the program.
     """
 
     kinds: NDArray[np.int8]
@@ -49,18 +58,18 @@ class Rows(NamedTuple):
     num_slots: int
 
     def moved(self, by: int, num_ranks: int) -> Rows:
-        """The rows of a rank that does the same as this one, with peers moved on."""
+        """Return the rows of a rank that does the same as this one, with peers moved on `by`."""
         return self.renamed((np.arange(num_ranks) + by) % num_ranks)
 
     def renamed(self, names: Ints) -> Rows:
-        """The rows with other names of the peers."""
+        """Return the rows with peer `names[i]` in place of peer i."""
         is_message = self.kinds <= Kind.SEND
         peers = self.peers.copy()
         peers[is_message] = names[peers[is_message]]
         return self._replace(peers=peers)
 
     def equals(self, other: Rows) -> bool:
-        """Whether two ranks do the same."""
+        """Return whether two ranks do the same."""
         pairs: Iterable[tuple[Any, Any]] = zip(self, other, strict=True)
         return all(np.array_equal(*pair) for pair in pairs)
 
@@ -75,17 +84,18 @@ NO_ROWS = Rows(
 )
 
 
-def at_once(each: Sequence[Rows]) -> Rows:
-    """The rows of a rank that makes some calls at the same time: it begins all, and then waits.
+def at_once(calls: Sequence[Rows]) -> Rows:
+    """Return the rows of a rank that makes some calls at the same time.
 
-    Raises ValueError for several calls of which one has several rounds.
+    The rank begins all calls, and then waits.  Raises ValueError for several calls of which one has
+    several rounds.
     """
-    if len(each) < 2:
-        return each[0] if each else NO_ROWS
-    if any(np.count_nonzero(rows.kinds == Kind.WAIT) > 1 for rows in each):
+    if len(calls) < 2:
+        return calls[0] if calls else NO_ROWS
+    if any(np.count_nonzero(rows.kinds == Kind.WAIT) > 1 for rows in calls):
         raise ValueError("a rank can make several calls at once only if they have one round")
-    rows, num_slots = _joined(each), [rows.num_slots for rows in each]
-    firsts = np.repeat(np.cumsum(num_slots) - num_slots, [len(rows.kinds) for rows in each])
+    rows, num_slots = _joined(calls), [rows.num_slots for rows in calls]
+    firsts = np.repeat(np.cumsum(num_slots) - num_slots, [len(rows.kinds) for rows in calls])
     order = np.argsort(rows.kinds, kind="stable")  # messages, then waits, then work
     return Rows(
         rows.kinds[order],
@@ -98,7 +108,7 @@ def at_once(each: Sequence[Rows]) -> Rows:
 
 
 def work_rates(machine: Machine) -> NDArray[np.float64]:
-    """The seconds per byte of each `Kind` of row; 0 for those that are not work."""
+    """Return the seconds per byte of each `Kind` of row; 0 for rows that are not work."""
     rates = np.zeros(len(Kind))
     rates[Kind.COPY] = machine.copy_seconds_per_byte
     rates[[Kind.COMBINE, Kind.DIVIDE]] = machine.combine_seconds_per_byte
@@ -106,7 +116,7 @@ def work_rates(machine: Machine) -> NDArray[np.float64]:
 
 
 def rows_of(program: Program, machine: Machine) -> Rows:
-    """The rows of a program on a machine."""
+    """Return the rows of a program on a machine."""
     kinds, peers, sizes, slots = program.rows[:, [_KIND, _PEER, _SIZE, _SLOT]].T
     seconds, kinds = work_rates(machine)[kinds] * sizes, np.minimum(kinds, _WORK)
     is_first = np.ones(len(kinds), bool)
@@ -124,26 +134,27 @@ def rows_of(program: Program, machine: Machine) -> Rows:
 
 
 def world_of(
-    each: Sequence[Rows], machine: Machine, network: Network, slowness: NDArray[np.float64]
+    rows_of_ranks: Sequence[Rows], machine: Machine, network: Network, slowness: NDArray[np.float64]
 ) -> tuple[World, Messages]:
-    """The world in which the rows of each rank run, and all messages.
+    """Return the world in which the rows of each rank run, and all messages.
 
     The first ranks stand for all ranks: rank r + n does what rank r does, with all peers moved on
     by n, the number of ranks that have rows.
 
     Raises ValueError if sends and receives do not match.
     """
-    stops = np.cumsum([len(rows.kinds) for rows in each])
-    starts = stops - [len(rows.kinds) for rows in each]
-    rows = _joined(each)
-    owners = np.repeat(np.arange(len(each)), stops - starts)
-    num_slots = np.cumsum([0, *(rows.num_slots for rows in each)])
+    num_programs = len(rows_of_ranks)
+    lengths = [len(rows.kinds) for rows in rows_of_ranks]
+    stops = np.cumsum(lengths)
+    starts = stops - lengths
+    rows = _joined(rows_of_ranks)
+    owners = np.repeat(np.arange(num_programs), lengths)
+    num_slots = np.cumsum([0, *(rows.num_slots for rows in rows_of_ranks)])
     slots = rows.slots + num_slots[owners]
     sends, receives = (np.flatnonzero(rows.kinds == kind) for kind in (Kind.SEND, Kind.RECEIVE))
     sent = Messages(owners[sends], rows.peers[sends].astype(np.int64), rows.sizes[sends])
-    matched = _matched(
-        sent, _received(rows, owners, receives, len(each), network.num_ranks), network.num_ranks
-    )
+    received = _received(rows, owners, receives, num_programs, network.num_ranks)
+    matched = _matched(sent, received, network.num_ranks)
     numbers = rows.peers.copy()
     numbers[sends], numbers[receives] = np.arange(len(sends)), matched
     table = zeros(
@@ -155,13 +166,13 @@ def world_of(
         MESSAGE,
         further=np.maximum(sent.sizes - 1, 0),
         source=sent.sources,
-        destination=sent.destinations % len(each),
+        destination=sent.destinations % num_programs,
         send_slot=slots[sends],
         cost=links,
     )
     messages.receive_slot[matched] = slots[receives]
     ranks = zeros(
-        len(each),
+        num_programs,
         RANK,
         row=starts,
         stop=stops,
@@ -173,18 +184,18 @@ def world_of(
     return world, sent
 
 
-def _joined(each: Sequence[Rows]) -> Rows:
-    """The rows of all ranks, one after the other."""
+def _joined(parts: Sequence[Rows]) -> Rows:
+    """Return the rows of several ranks or calls, one after the other."""
     kinds, peers, sizes, slots, seconds = (
-        np.concatenate([rows[column] for rows in each]) for column in range(5)
+        np.concatenate([rows[column] for rows in parts]) for column in range(5)
     )
-    return Rows(kinds, peers, sizes, slots, seconds, sum(rows.num_slots for rows in each))
+    return Rows(kinds, peers, sizes, slots, seconds, sum(rows.num_slots for rows in parts))
 
 
 def _received(
     rows: Rows, ranks: Ints, receives: Ints, num_programs: int, num_ranks: int
 ) -> Messages:
-    """The messages that are received, of which the senders are moved to ranks with a program."""
+    """Return the messages that are received, with senders moved to ranks with a program."""
     sources = rows.peers[receives].astype(np.int64)
     moved = sources - sources % num_programs
     destinations = (ranks[receives] - moved) % num_ranks
@@ -192,9 +203,10 @@ def _received(
 
 
 def _matched(sent: Messages, received: Messages, num_ranks: int) -> Ints:
-    """The message of each receive: between two ranks, messages arrive in the order of their sends.
+    """Return the number of the message of each receive.
 
-    Raises ValueError if there is none, or one of another size.
+    Between two ranks, messages arrive in the order of their sends.  Raises ValueError if a receive
+    has no message, or one of another size.
     """
     sends, receives = (
         np.argsort(sources * num_ranks + destinations, kind="stable")
@@ -210,12 +222,12 @@ def _matched(sent: Messages, received: Messages, num_ranks: int) -> Ints:
 
 
 def _costs(messages: Messages, machine: Machine, network: Network) -> tuple[Records, Ints]:
-    """What messages cost, a record for each link of the machine, and the record of each message."""
+    """Return the costs of each link of the machine as records, and each message's record number."""
     costs: list[tuple[float, ...]] = []
-    found = network.classify(messages.sources, messages.destinations)
-    records = np.zeros(len(found), np.int64)
+    classes = network.classify(messages.sources, messages.destinations)
+    records = np.zeros(len(classes), np.int64)
     for port, name in enumerate(network.classes):
-        mine, links = found == port, machine.links.get(name, ())
+        mine, links = classes == port, machine.links.get(name, ())
         if mine.any() and not links:
             raise ValueError(f"a message needs a link {name}, which the machine does not have")
         limits = [link.up_to_bytes for link in links]

@@ -28,7 +28,7 @@ class _Text(NamedTuple):
     options: dict[str, float]
 
     def whole(self, name: str, default: int) -> int:
-        """An option that is a whole number."""
+        """Return an option that is a whole number.  Raises ValueError if it is not."""
         value = self.options.get(name, default)
         if value != int(value) or value < 1:
             raise ValueError(f"{name} must be a whole number of at least 1, got {value:g}")
@@ -38,14 +38,23 @@ class _Text(NamedTuple):
 def network_of(
     text: str, machine: Machine, num_ranks: int | None = None, *, is_folded: bool = False
 ) -> Network:
-    """The network that a text names.
+    """Return the network that a text names.
 
-    - `text`: see `TOPOLOGIES`.
-    - `machine`: its links give the rates that the text does not.
-    - `num_ranks`: how many take part, the first ones; None: all that fit.
-    - `is_folded`: whether the ranks of a largest group stand for all ranks.
+    Parameters
+    ----------
+    text : str
+        See `TOPOLOGIES`.
+    machine : Machine
+        Its links give the rates that the text does not.
+    num_ranks : int, optional
+        The number of ranks, from rank 0 on, that take part.  By default all that fit do.
+    is_folded : bool
+        Whether the ranks of a largest group stand for all ranks.
 
-    Raises ValueError for a text that names no network, or for too many ranks.
+    Raises
+    ------
+    ValueError
+        For a text that names no network, or for too many ranks.
     """
     parsed = _parsed(text)
     if parsed.kind == "torus":
@@ -65,7 +74,7 @@ def _torus(parsed: _Text, machine: Machine, num_ranks: int | None, is_folded: bo
 
 
 def _hosts(parsed: _Text, machine: Machine) -> tuple[int, tuple[Level, ...]]:
-    """The number of ranks, and the NICs and racks."""
+    """Return the number of ranks, and the levels: the NICs, and the uplinks of racks."""
     num_hosts, per_host = parsed.extents
     nic, levels = _nic(parsed, machine, per_host), []
     if "rack" in parsed.options:
@@ -76,10 +85,10 @@ def _hosts(parsed: _Text, machine: Machine) -> tuple[int, tuple[Level, ...]]:
 
 
 def _fat_tree(parsed: _Text, machine: Machine) -> tuple[int, tuple[Level, ...]]:
-    """The number of ranks, the NICs, and the links out of the switches of each level but the last.
+    """Return the number of ranks, and the levels: the NICs, and the links out of switches.
 
-    The links out of a switch, or out of all switches that connect the same hosts, are one of their
-    joint capacity.
+    The switches of the last level have no links out.  The links out of a switch, or out of all
+    switches that connect the same hosts, are one link of their joint capacity.
     """
     radix, num_levels = parsed.whole("radix", 0), parsed.whole("levels", 3)
     over, per_host = parsed.options.get("oversubscription", 1.0), parsed.whole("ranks", 1)
@@ -109,7 +118,7 @@ _SUFFIXES = {"K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
 
 def _parsed(text: str) -> _Text:
-    """The parts of a text.  Raises ValueError for one that names no network."""
+    """Return the parts of a text.  Raises ValueError for a text that names no network."""
     kind, _, rest = text.partition(":")
     if kind not in _OPTIONS:
         raise ValueError(f"a topology is {', '.join(_OPTIONS)}, then a colon; got {text!r}")

@@ -125,9 +125,20 @@ NODE = np.dtype([("after", "i4"), ("before", "i4")])
 class World(NamedTuple):
     """All ranks, their programs and their messages.
 
-    `is_done`: of each slot.  `heap`: events in the order of their times.  `ready`: ranks that need
-    not wait any more; `touched`: events whose times must be decided; `counters`: how many these
-    are, among others.
+    Attributes
+    ----------
+    rows, ranks, ports, messages, costs, events : array of records
+        See above.
+    is_done : array of bool
+        Whether each slot is done.
+    heap : array of int
+        The events in the order of their times.
+    ready : array of int
+        Ranks that need not wait any more.
+    touched : array of int
+        Events whose times must be decided.
+    counters : array of int
+        How many ranks are ready and how many events touched, among others.
     """
 
     rows: Records
@@ -144,14 +155,31 @@ class World(NamedTuple):
 
 
 class Flows(NamedTuple):
-    """What is on the network.  Flow rank * ports + port is the message that this port sends.
+    """What is on the network.
 
-    `ends`: when each flow will have ended; infinite: it has no rate yet, or no message.  `routes`:
-    the links on the way of messages, filled up with -1.  `nodes`: one for each flow and link on its
-    way.  `changed`: flows that began or ended; `moved`: those that get new rates; `listed`: links
-    whose flows get new rates; `ending`: the flows that end first; `counters`: how many these are.
-    `clocks`: the time at which the links must be divided anew, and the part of its time for which a
-    message may wait for that.
+    Attributes
+    ----------
+    flows : array of records
+        Flow rank * ports + port is the message that this port sends.
+    ends : array of float
+        When each flow will have ended; infinite if it has no rate yet, or no message.
+    links : array of records
+        The links.
+    nodes : array of records
+        One for each flow and link on its way.
+    routes : array of int
+        The links on the way of messages, filled up with -1.
+    changed, moved : array of int
+        Flows that began or ended, and flows that get new rates.
+    listed : array of int
+        Links whose flows get new rates.
+    ending : array of int
+        The flows that end first.
+    counters : array of int
+        How many flows are changed, moved and ending, and how many links listed.
+    clocks : array of float
+        The time at which the links must be divided anew, and the part of its time for which a
+        message may wait for that.
     """
 
     flows: Records
@@ -168,7 +196,7 @@ class Flows(NamedTuple):
 
 
 def zeros(shape: int | tuple[int, ...], dtype: np.dtype[Any], /, **values: Any) -> Records:
-    """An array of records that are 0, except for the fields that are given."""
+    """Return an array of records that are 0, except for the fields that are given."""
     records = np.zeros(shape, dtype).view(np.recarray)
     for field, value in values.items():
         records[field] = value
@@ -176,7 +204,7 @@ def zeros(shape: int | tuple[int, ...], dtype: np.dtype[Any], /, **values: Any) 
 
 
 def cost_of(link: Link, port: int) -> tuple[float, ...]:
-    """The record of a link of the machine."""
+    """Return the costs of a link of the machine as a record."""
     return (
         *(link.overhead_seconds, link.overhead_seconds_per_byte, link.latency_seconds),
         *(link.gap_seconds, link.seconds_per_byte, link.is_rendezvous, port),
@@ -186,7 +214,7 @@ def cost_of(link: Link, port: int) -> tuple[float, ...]:
 def initial_world(
     rows: Records, messages: Records, costs: Records, ranks: Records, num_ports: int, num_slots: int
 ) -> World:
-    """The world before anything has happened."""
+    """Return the world before anything has happened."""
     num_ranks, num_events = len(ranks), len(ranks) + len(messages)
     nothing = dict.fromkeys(("first_to_send", "last_to_send", "first_arrived", "last_arrived"), -1)
     return World(
@@ -207,7 +235,7 @@ def initial_world(
 def flows_of(
     routes: Ints, capacities: NDArray[np.float64], num_flows: int, resolution: float
 ) -> Flows:
-    """An empty network."""
+    """Return a network on which no message is."""
     return Flows(
         flows=zeros(num_flows, FLOW, message=-1, entered=-1),
         ends=np.full(num_flows, np.inf),

@@ -1,4 +1,4 @@
-"""A backend of torch.distributed, whose messages are those of this library.
+"""A backend of torch.distributed, which sends its messages by this library.
 
     import torch.distributed as dist
 

@@ -21,7 +21,7 @@ _received = threading.local()
 
 
 def source_of_last() -> int:
-    """The rank that sent the message from any rank that this thread has waited for last."""
+    """Return the rank that sent the message from any rank that this thread has waited for last."""
     source: int | None = getattr(_received, "source", None)
     if source is None:
         raise RuntimeError("this thread has waited for no message from any rank")
@@ -30,7 +30,7 @@ def source_of_last() -> int:
 
 @untraced
 class ReceiveFromAny(Work):  # type: ignore[misc]
-    """A receive from any rank.  It makes progress while it is waited for or looked at."""
+    """A receive from any rank, which makes progress while it is waited for or looked at."""
 
     def __init__(
         self, communicator: collectives.Communicator, tensors: list[Tensor], tag: int
@@ -57,9 +57,11 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
     def _try(self) -> bool:
         """Receive the message if it has arrived; return whether it is here."""
         with self._lock:
-            if self._source is None and (found := self._communicator.probe(self._tag)) is not None:
-                self._received = self._receive(found)
-                self._source = found
+            if self._source is None:
+                source = self._communicator.probe(self._tag)
+                if source is not None:
+                    self._received = self._receive(source)
+                    self._source = source
             return self._source is not None
 
     def _receive(self, source: int) -> InProgress:
@@ -83,12 +85,12 @@ class ReceiveFromAny(Work):  # type: ignore[misc]
         return self._tensors
 
     def _source_rank(self) -> int:
-        """The rank that sent the message, which has been waited for."""
+        """Return the rank that sent the message, which has been waited for."""
         assert self._source is not None
         return self._source
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """A future, for which a thread of its own looks for the message until the time limit."""
+        """Return a future; a thread of its own looks for the message until the time limit."""
         outcome: Any = self.memory.new_future()
 
         def complete() -> None:

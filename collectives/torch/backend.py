@@ -49,8 +49,6 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         self._lock = threading.Lock()  # autograd calls from threads of its own
         self._batch: Batch | None = None  # of a block of several calls
 
-    # Reductions
-
     def allreduce(self, tensors: list[Tensor], opts: Any) -> Any:
         (tensor,) = tensors
         op, memory = self._operation(opts, tensor), memory_of(tensor)
@@ -87,8 +85,6 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def _operation(self, opts: Any, tensor: Tensor) -> Operation:
         return operation(opts.reduceOp, tensor.dtype, self.communicator.size)
 
-    # Between a root and the others
-
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Any:
         (tensor,) = tensors
         memory, root = memory_of(tensor), opts.rootRank
@@ -113,8 +109,6 @@ class RingBackend(versions.Base):  # type: ignore[misc]
             self._check_equal(parts, tensor)
             target = memory.filled(parts)
         return self._call("gather", opts, memory, parts, target, memory.sent(inputs), root)
-
-    # Among all ranks
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Any:
         (parts,), (tensor,) = outputs, inputs
@@ -157,13 +151,16 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         num_sent: list[int],
         num_received: list[int],
     ) -> Any:
-        """An all-to-all with the elements to each rank and from each rank, which none exchanges."""
+        """Make an all-to-all of so many elements to each rank and from each rank.
+
+        The ranks do not exchange these numbers.
+        """
         counts, memory = collectives.SentReceived(num_sent, num_received), memory_of(outputs[0])
         target, source = memory.filled(outputs), memory.sent(inputs)
         return self._call("all_to_all", opts, memory, outputs, target, source, counts=counts)
 
     def barrier(self, opts: Any) -> Any:
-        """A barrier of the hosts, each of which first waits for what its device has to do."""
+        """Make a barrier of the hosts, each of which first waits for what its device has to do."""
         try:
             self.communicator._session.devices.synchronize(seconds(opts.timeout))
         except collectives.CollectiveError as error:
@@ -172,11 +169,9 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         return self._call("barrier", opts, HOST_MEMORY, [], _NOTHING, None)
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """A barrier whose error on rank 0 always names all ranks that have not come in time."""
+        """Wait for all ranks; the error on rank 0 always names all ranks that are late."""
         limit = seconds(opts.timeout)
         monitored_barrier(self.communicator, self.communicator.timeout if limit is None else limit)
-
-    # Several calls at once
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any) -> Any:
         return Joined([self.allreduce([tensor], opts) for tensor in tensors])
@@ -184,13 +179,13 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any
     ) -> Any:
-        """`outputs[rank][i]` is filled with the input number i of that rank."""
+        """Fill `outputs[rank][i]` with the input number i of that rank."""
         self._check_length(outputs)
         if any(len(theirs) != len(inputs) for theirs in outputs):
             raise ValueError(f"each list must have one tensor for each of the {len(inputs)} inputs")
         parts = zip(*outputs, strict=True)
         pairs = zip(parts, inputs, strict=True)
-        return Joined([self.allgather([list(each)], [mine], opts) for each, mine in pairs])
+        return Joined([self.allgather([list(theirs)], [mine], opts) for theirs, mine in pairs])
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -217,8 +212,6 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         """End a block that has raised; messages that it has not started are never sent."""
         self._batch = None
 
-    # Messages
-
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Any:
         self._check_ends(peer, tag)
         memory = memory_of(tensors[0])
@@ -244,7 +237,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         tensors: list[Tensor],
         target: Filled,
     ) -> Any:
-        """Start a message; in a block of several calls when that ends, if none is refused."""
+        """Start a message; in a block of several calls, when the block ends, if none is refused."""
 
         def start() -> InProgress:
             try:
@@ -258,8 +251,6 @@ class RingBackend(versions.Base):  # type: ignore[misc]
             return start()
         return self._collected(Postponed(memory, start, self._batch))
 
-    # Making a call
-
     def _call(
         self,
         name: str,
@@ -272,7 +263,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     ) -> Any:
         """Make a call of the communicator: wait for it, or return its work if it is asynchronous.
 
-        `memory`: of its arrays.  `result`: the tensors that it fills, by way of `target`.
+        Its arrays are in `memory`.  It fills the tensors `result` by way of `target`.
         """
         is_async, timeout = opts.asyncOp, seconds(opts.timeout)
         call, algorithm = self._calls[name]
@@ -298,15 +289,13 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         return None
 
     def _collected(self, work: Any) -> Any:
-        """The work, which `end_coalescing` joins with others."""
+        """Return the work; in a block of several calls, `end_coalescing` joins it with others."""
         if self._batch is not None:
             self._batch.works.append(work)
         return work
 
-    # Checks of sizes
-
     def _counts(self, parts: list[Tensor], mine: Tensor) -> Sequence[int] | None:
-        """The elements of each rank; None if all have equally many, which is served faster."""
+        """Return the number of elements of each rank; None, which is faster, if they are equal."""
         self._check_length(parts)
         counts = [part.numel() for part in parts]
         if counts[self.communicator.rank] != mine.numel():
@@ -317,7 +306,7 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         return None if len(set(counts)) == 1 else counts
 
     def _check_length(self, parts: Sequence[object]) -> None:
-        """Refuse a list that has not one entry for each rank."""
+        """Raise ValueError unless a list has one entry for each rank."""
         size = self.communicator.size
         if len(parts) != size:
             raise ValueError(
@@ -325,18 +314,18 @@ class RingBackend(versions.Base):  # type: ignore[misc]
             )
 
     def _check_equal(self, parts: list[Tensor], mine: Tensor) -> None:
-        """Refuse a list with tensors of other sizes than this rank's."""
+        """Raise ValueError unless all tensors of a list have the size of this rank's."""
         counts, size = self._counts(parts, mine), self.communicator.size
         if counts is not None:
             raise ValueError(f"the tensors of {size} ranks must be equally large, not {counts}")
 
     def _check_ends(self, peer: int, tag: int) -> None:
-        """Refuse a message that would be refused when it starts."""
+        """Refuse now a message that would be refused when it starts."""
         validation.rank(peer, self.communicator.size, "peer")
         self.communicator._session.numbering.user_tag(tag)
 
     def _check_parts(self, whole: Tensor, part: Tensor) -> None:
-        """Refuse a tensor for all ranks that is not as large as theirs together."""
+        """Raise ValueError unless a tensor for all ranks is as large as theirs together."""
         size = self.communicator.size
         if whole.numel() != size * part.numel() or whole.dtype != part.dtype:
             raise ValueError(
@@ -345,7 +334,10 @@ class RingBackend(versions.Base):  # type: ignore[misc]
             )
 
     def _split(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
-        """The elements of each part of a tensor, whose rows are divided; [] divides equally."""
+        """Return the number of elements of each part of a tensor, whose rows are divided.
+
+        Without `splits` they are divided equally.
+        """
         size, rows = self.communicator.size, tensor.shape[0] if tensor.dim() else 1
         if not splits:
             if rows % size:
@@ -358,13 +350,11 @@ class RingBackend(versions.Base):  # type: ignore[misc]
         per_row = tensor.numel() // rows if rows else 0
         return [split * per_row for split in splits]
 
-    # The group itself
-
     def getBackendName(self) -> str:  # noqa: N802
         return registry.NAME
 
     def split(self, store: Any, ranks: Sequence[int], opts: Any) -> RingBackend | None:
-        """The backend of some of the ranks; None on the others."""
+        """Return the backend of some of the ranks; None on the others."""
         if self.communicator.rank not in ranks:
             return None
         return self._of_opts(ranks, opts)
@@ -372,12 +362,12 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def shrink(
         self, ranks_to_exclude: Sequence[int], shrink_flags: int = 0, opts: Any = None
     ) -> RingBackend:
-        """The backend of the other ranks, which call this."""
+        """Return the backend of the ranks that are not excluded, which call this."""
         excluded = set(ranks_to_exclude)
         return self._of_opts([r for r in range(self.communicator.size) if r not in excluded], opts)
 
     def _of_opts(self, ranks: Sequence[int], opts: Any) -> RingBackend:
-        """The backend of some ranks, with PyTorch's options if there are any."""
+        """Return the backend of some ranks, with PyTorch's options if there are any."""
         if opts is None:
             return self.of_some(ranks, self.communicator.timeout)
         return registry.add(opts.group_name, self.of_some(ranks, seconds(opts._timeout)))
@@ -385,9 +375,10 @@ class RingBackend(versions.Base):  # type: ignore[misc]
     def of_some(
         self, ranks: Sequence[int], limit: float | None, settings: Options | None = None
     ) -> RingBackend:
-        """The backend of some ranks, which call this.  `limit`: seconds, also of its calls.
+        """Return the backend of some ranks, which call this.
 
-        Raises ValueError if `settings` has an option of the default group.
+        Making it, and each of its calls, takes at most `limit` seconds.  Raises ValueError if
+        `settings` has an option of the default group.
         """
         if settings is not None and settings.check is not None:
             raise ValueError("check is an option of the default group, and holds for all groups")

@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(order=True)
 class Limit:
-    """When a call ends at the latest, and after how many seconds that is."""
+    """When a call ends at the latest, and after how many seconds this is."""
 
     deadline: float
     seconds: float
@@ -25,7 +25,7 @@ class Limit:
 
 
 class _Watch:
-    """Ends calls at their deadlines, so that those who wait for their futures learn of it."""
+    """A thread that ends calls at their deadlines, so that futures of these calls complete."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -35,7 +35,7 @@ class _Watch:
     def add(self, limit: Limit) -> None:
         """End a call at its deadline if it is not done."""
         with self._changed:
-            self._limits = [each for each in self._limits if not each.call.is_done]
+            self._limits = [other for other in self._limits if not other.call.is_done]
             heapq.heapify(self._limits)
             heapq.heappush(self._limits, limit)
             if self._limits[0] is limit:
@@ -60,5 +60,5 @@ class _Watch:
 
 @cache
 def watch() -> _Watch:
-    """The thread of this process that ends calls."""
+    """Return the thread of this process that ends calls."""
     return _Watch()

@@ -21,7 +21,7 @@ NO_CUPY = (
 
 
 def memory_of(tensor: Tensor) -> Memory:
-    """The memory in which a call on a tensor is made: its own, or that of the host."""
+    """Return the memory in which a call on a tensor is made: the tensor's own, or host memory."""
     return _of_cuda(tensor.device) if tensor.is_cuda else HOST_MEMORY
 
 
@@ -34,7 +34,7 @@ def wait_for_streams() -> None:
 class CudaMemory(Memory):
     """The memory of one GPU.
 
-    Its tensors are handed over by DLPack, without a copy and without a word on streams: calls are
+    Its tensors are handed over by DLPack, without a copy and without naming a stream: calls are
     made on PyTorch's own stream.
     """
 
@@ -72,7 +72,7 @@ class CudaMemory(Memory):
 
 @lru_cache(maxsize=256)
 def _for_cupy(pointer: int, device: int) -> Any:
-    """PyTorch's stream as CuPy's."""
+    """Return PyTorch's stream as a stream of CuPy."""
     import cupy  # noqa: PLC0415 - see `CudaMemory`
 
     with warnings.catch_warnings():
@@ -83,7 +83,7 @@ def _for_cupy(pointer: int, device: int) -> Any:
 
 @cache
 def _of_cuda(device: torch.device) -> Memory:
-    """The memory of a GPU; that of the host if there is no CuPy, which is said once."""
+    """Return the memory of a GPU; without CuPy, warn once and return host memory."""
     if find_spec("cupy") is None:
         warnings.warn(NO_CUPY, stacklevel=2)
         return HOST_MEMORY

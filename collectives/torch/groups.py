@@ -19,7 +19,7 @@ _DELAY = 2e-4  # seconds before the thread advances a call, because most are wai
 
 
 def make(opts: Any, options: Any) -> Registered:
-    """The backend of a new group, as PyTorch asks for it.  All members of the group call it."""
+    """Return the backend of a new group for PyTorch.  All members of the group call this."""
     if not isinstance(options, Options | None):
         raise TypeError(
             f"pg_options must be collectives.torch.Options, not {type(options).__name__}"
@@ -36,7 +36,7 @@ def make(opts: Any, options: Any) -> Registered:
 
 
 def _of_all(rank: int, size: int, timeout: float | None, options: Options) -> RingBackend:
-    """The backend of the default group, whose ranks are those of the job."""
+    """Return the backend of the default group, which has all ranks of the job."""
     world = launched.world()
     if world.size != size:
         alone = "this process alone" if world.size == 1 else f"{world.size} processes"
@@ -59,7 +59,10 @@ def _of_all(rank: int, size: int, timeout: float | None, options: Options) -> Ri
 def _of_some(
     members: Sequence[int], timeout: float | None, options: Options | None, number: int
 ) -> Registered:
-    """The backend of some ranks; only these call it.  `number`: see `_wrapped`."""
+    """Return the backend of some ranks, with the number of the group; see `_wrapped`.
+
+    Only these ranks call this.
+    """
     default = default_backend()
     if default is not None:
         return default.of_some(members, timeout, options)
@@ -75,9 +78,9 @@ def _of_some(
 
 
 def _wrapped(comm: Any, timeout: float | None, options: Options, number: int) -> RingBackend:
-    """A backend over a duplicate of `comm`.
+    """Return a backend over a duplicate of `comm`.
 
-    `number`: of the group, equal on its ranks.  Groups of different numbers use different tags:
+    The ranks of a group pass the same `number`.  Groups with different numbers use different tags:
     what a rank has sent before an error of another one stays in MPI when the group ends.
     """
     from collectives.engines import compiled  # noqa: PLC0415 - it imports MPI

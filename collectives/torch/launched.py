@@ -27,7 +27,7 @@ _SERVER = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def set_variables() -> None:
-    """Set torchrun's variables from those of mpirun; those that are set stay as they are."""
+    """Set torchrun's variables from the variables of mpirun, unless they are set."""
     if "RANK" in os.environ:
         return
     for name, others in _NAMES.items():
@@ -55,7 +55,7 @@ class _Rendezvous:
 
 
 def _by_mpi(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tuple[Any, int, int]]:
-    """A store on rank 0, of whose address MPI tells the others."""
+    """Yield a store on rank 0, whose address MPI sends to the others, the rank and the size."""
     comm, store = world(), None
     if comm.rank == 0:
         store = TCPStore("0.0.0.0", 0, is_master=True, timeout=timeout, wait_for_workers=False)
@@ -68,7 +68,10 @@ def _by_mpi(timeout: timedelta = timedelta(minutes=30), **_: Any) -> Iterator[tu
 
 
 def world() -> Any:
-    """MPI's communicator of all processes of the job.  Raises RuntimeError if there is no MPI."""
+    """Return MPI's communicator of all processes of the job.
+
+    Raises RuntimeError if there is no MPI.
+    """
     leave_out_networks()
     try:
         from mpi4py import MPI  # noqa: PLC0415 - a script that only imports torch needs no MPI

@@ -9,7 +9,7 @@ from collectives.communicator import Communicator
 from collectives.engines import deadline_in, poll_until
 from collectives.errors import CollectiveTimeout
 
-_TAG = (1 << 24) - 1  # larger than those of programs
+_TAG = (1 << 24) - 1  # larger than the tags of programs
 
 
 def monitored_barrier(comm: Communicator, limit: float | None) -> None:

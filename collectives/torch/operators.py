@@ -1,4 +1,4 @@
-"""PyTorch's operators of reductions as those of the library."""
+"""PyTorch's operators of reductions as operators of the library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Operation(NamedTuple):
     factor: float | Tensor | None = None
 
     def contribution(self, tensor: Tensor) -> Tensor:
-        """What this rank brings to a reduction of its `tensor`."""
+        """Return what this rank brings to a reduction of its `tensor`."""
         return tensor if self.factor is None else tensor.detach() * self.factor
 
 
@@ -41,18 +41,19 @@ _FOR_BOOL = {kind: Operation(name) for kind, name in _NAMES_FOR_BOOL.items() if 
 
 
 def operation(op: Any, dtype: torch.dtype, num_ranks: int) -> Operation:
-    """The operation for tensors of this dtype.  Raises TypeError if they cannot be combined.
+    """Return the operation for tensors of this dtype.
 
     Averages of float16 are sums of the ranks' parts divided by their number, as in NCCL: a sum that
-    is divided afterwards would exceed 65,504 where the average does not.
+    is divided afterwards would exceed 65,504 where the average does not.  Raises TypeError if
+    tensors of this dtype cannot be combined.
     """
     if not can_be_combined(dtype):
         raise TypeError(f"tensors of dtype {dtype} can be sent, but not combined")
     if op.op == _Kind.AVG and dtype is torch.float16:
         return Operation("sum", 1 / num_ranks)
-    found = (_FOR_BOOL if dtype is torch.bool else _PLAIN).get(op.op)
-    if found is not None:
-        return found
+    plain = (_FOR_BOOL if dtype is torch.bool else _PLAIN).get(op.op)
+    if plain is not None:
+        return plain
     _, factor = op.__getstate__()  # it has no other name before 2.14
     _check_factor(factor, dtype)
     return Operation("sum", factor)

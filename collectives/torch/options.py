@@ -16,13 +16,20 @@ class Options:
 
         dist.init_process_group("ring", pg_options=Options(algorithms={"all_reduce": "ring"}))
 
-    - `algorithms`: the algorithm of each collective, as in the calls of a communicator; those that
-      are missing are chosen by size.  A group of `new_group` has those of the default group unless
-      it is given its own.
-    - `check`: None, False, True or "finite", see `collectives.wrap`.  It holds for all groups that
-      are made later, so only the options of the default group take it.
+    Parameters
+    ----------
+    algorithms : mapping of str to str
+        The algorithm of each collective, as in the calls of a communicator.  The algorithms of
+        other collectives are chosen by size.  A group of `new_group` without options has the
+        algorithms of the default group.
+    check : bool or "finite", optional
+        See `collectives.wrap`.  It holds for all groups that are made later, so only the options of
+        the default group take it.
 
-    Raises ValueError for an unknown collective, algorithm or check.
+    Raises
+    ------
+    ValueError
+        For an unknown collective, algorithm or check.
     """
 
     algorithms: Mapping[str, str] = field(default_factory=dict)

@@ -19,25 +19,36 @@ _in_progress: list[Scopes] = []  # of the recordings, the innermost last
 
 @contextmanager
 def record(*models: torch.nn.Module, group: Any = None) -> Iterator[Ledger]:
-    """Return a context manager that records what a process group and its subgroups send.
+    """Record what a process group and its subgroups send in a `with` block.
 
         with collectives.torch.record(model) as ledger:
             model(x).sum().backward()
             optimizer.step()
         print(ledger.summary(by=("phase", "axis", "collective")))
 
-    - `models`: modules, whose calls have the phase "forward" or "backward" and the name of the
-      innermost module, such as "forward/layers.3".  FSDP's calls have the name of the module whose
-      parameters are gathered or reduced, DDP's the number of the bucket ("backward/bucket 0"), and
-      those of an optimizer's step the phase "optimizer", also without models.
-    - `group`: a process group of this backend.  None: the default group.
+    The column ``axis`` is the name of the dimension of a `DeviceMesh` to which a group belongs, if
+    the group exists when the recording begins.  Tensors that PyTorch sends by another backend, such
+    as tensors on the CPU in a group of "cpu:gloo,cuda:ring", are not seen.
 
-    The column ``axis`` is the name of the dimension of the `DeviceMesh` that a group is of, if the
-    group exists when the recording begins.  Tensors that PyTorch sends by another backend, such as
-    those on the CPU in a group of "cpu:gloo,cuda:ring", are not seen.
+    Parameters
+    ----------
+    *models : torch.nn.Module
+        Modules, whose calls have the phase "forward" or "backward" and the name of the innermost
+        module, such as "forward/layers.3".  FSDP's calls have the name of the module whose
+        parameters are gathered or reduced, and DDP's the number of the bucket ("backward/bucket
+        0").  Calls in an optimizer's step have the phase "optimizer", also without models.
+    group : ProcessGroup, optional
+        A process group of this backend.  The default is the default group.
 
-    Yields the `collectives.Ledger` of this rank; other ranks need not record.  Raises ValueError if
-    the group has another backend.
+    Yields
+    ------
+    collectives.Ledger
+        The ledger of this rank.  Other ranks need not record.
+
+    Raises
+    ------
+    ValueError
+        If the group has another backend.
     """
     backend, scopes = backend_of(group), Scopes()
     _name_axes()
@@ -50,7 +61,7 @@ def record(*models: torch.nn.Module, group: Any = None) -> Iterator[Ledger]:
 
 
 def phase_of_call() -> str:
-    """The phase of a call that a process group makes now."""
+    """Return the phase of a call that a process group makes now."""
     return _in_progress[-1].phase() if _in_progress else current_phase()
 
 
@@ -67,6 +78,6 @@ def note_backends(config: str) -> None:
 def _name_axes() -> None:
     """Name the communicators of the dimensions of meshes."""
     for group in distributed.distributed_c10d._world.pg_names:
-        found = backends.get(group.group_name)
-        if found is not None and group.group_desc.startswith(_OF_MESH):
-            found.communicator.name = group.group_desc.removeprefix(_OF_MESH)
+        backend = backends.get(group.group_name)
+        if backend is not None and group.group_desc.startswith(_OF_MESH):
+            backend.communicator.name = group.group_desc.removeprefix(_OF_MESH)

@@ -22,7 +22,10 @@ class Registered(Protocol):
     def of_some(
         self, ranks: Sequence[int], limit: float | None, settings: Options | None = None
     ) -> Registered:
-        """The backend of some ranks, which call this.  `limit`: seconds, also of its calls."""
+        """Return the backend of some ranks, which call this.
+
+        Making it, and each of its calls, takes at most `limit` seconds.
+        """
 
     def cancel_coalescing(self) -> None:
         """End a block of several calls that has raised."""
@@ -35,15 +38,15 @@ backends: dict[str, Registered] = {}
 
 
 def backend_of(group: Any = None) -> Registered:
-    """The backend of a process group; None: of the default group.
+    """Return the backend of a process group, by default of the default group.
 
     Raises ValueError if the group has another backend.
     """
     group = distributed.group.WORLD if group is None else group
-    found = None if group is None else backends.get(group.group_name)
-    if found is None:
+    backend = None if group is None else backends.get(group.group_name)
+    if backend is None:
         raise ValueError(f'this process group does not have the backend "{NAME}"')
-    return found
+    return backend
 
 
 def communicator(group: Any = None) -> Communicator:
@@ -53,25 +56,35 @@ def communicator(group: Any = None) -> Communicator:
         with assert_traffic(collectives.torch.communicator(), bytes=24_000):
             loss.backward()
 
-    - `group`: a process group of this backend.  None: the default group.
+    Parameters
+    ----------
+    group : ProcessGroup, optional
+        A process group of this backend.  The default is the default group.
 
-    Returns a `collectives.Communicator`.  Its own calls and PyTorch's have one order.  Raises
-    ValueError if the group has another backend.
+    Returns
+    -------
+    collectives.Communicator
+        Its own calls and PyTorch's have one order.
+
+    Raises
+    ------
+    ValueError
+        If the group has another backend.
     """
     return backend_of(group).communicator
 
 
 def default_backend() -> Registered | None:
-    """The backend of the default group, if it is this one."""
+    """Return the backend of the default group, if it is this one."""
     world = distributed.group.WORLD
     return None if world is None else backends.get(world.group_name)
 
 
 def cancel_coalescing(group: Any) -> None:
     """End a block of several calls that has raised, if the group has this backend."""
-    found = None if group is None else backends.get(group.group_name)
-    if found is not None:
-        found.cancel_coalescing()
+    backend = None if group is None else backends.get(group.group_name)
+    if backend is not None:
+        backend.cancel_coalescing()
 
 
 def add(name: str, backend: Made) -> Made:
@@ -82,5 +95,5 @@ def add(name: str, backend: Made) -> Made:
 
 def remove(backend: Registered) -> None:
     """Forget a backend that is shut down."""
-    for name in [name for name, each in backends.items() if each is backend]:
+    for name in [name for name, other in backends.items() if other is backend]:
         del backends[name]

@@ -81,7 +81,7 @@ class Scopes:
         self._names.append(name)
 
     def phase(self) -> str:
-        """The label of a call that this thread makes now."""
+        """Return the label of a call that this thread makes now."""
         is_backward = torch._C._current_graph_task_id() != -1
         inner = _of_fsdp() or (self._of_bucket() if is_backward else "")
         if not inner:
@@ -93,15 +93,15 @@ class Scopes:
         return f"{outer}/{inner}" if outer and inner else outer or inner
 
     def _of_node(self) -> str:
-        """The module in whose forward pass the node was made of which autograd computes now."""
+        """Return the module whose forward pass has made the node that autograd computes now."""
         node = torch._C._current_autograd_node()
         if node is None:
             return ""
-        found = bisect_right(self._first_nodes, node._sequence_nr()) - 1
-        return self._names[found] if found >= 0 else ""
+        index = bisect_right(self._first_nodes, node._sequence_nr()) - 1
+        return self._names[index] if index >= 0 else ""
 
     def _of_bucket(self) -> str:
-        """The bucket that DDP reduces; "" if it is not DDP that calls."""
+        """Return the label of the bucket that DDP reduces; "" if DDP does not call."""
         frame = _caller()
         if frame is None or frame.f_code.co_filename.endswith(_AUTOGRAD):
             return self._next_bucket()  # C++ has called, from the graph of autograd
@@ -113,7 +113,7 @@ class Scopes:
         return ""
 
     def _next_bucket(self) -> str:
-        """The next bucket of this backward pass, which DDP reduces in their order."""
+        """Return the label of the next bucket of this backward pass: DDP reduces them in order."""
         task = torch._C._current_graph_task_id()
         self._num_buckets = self._num_buckets + 1 if task == self._backward else 0
         self._backward = task
@@ -128,12 +128,15 @@ class _Stack(threading.local):
 
 
 def _short(name: str) -> str:
-    """The name of a module without what wrappers add."""
+    """Return the name of a module without what wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _caller() -> FrameType | None:
-    """The innermost frame outside the backend; None if C++ has called it on a thread of its own."""
+    """Return the innermost frame outside the backend.
+
+    There is none if C++ has called the backend on a thread of its own.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.endswith(_OWN):
         frame = frame.f_back
@@ -143,7 +146,7 @@ def _caller() -> FrameType | None:
 
 
 def _caller_in(file: str) -> FrameType | None:
-    """The innermost frame outside the backend that is in this file."""
+    """Return the innermost frame outside the backend that is in this file."""
     frame = _caller()
     while frame is not None and not frame.f_code.co_filename.endswith(file):
         frame = frame.f_back
@@ -151,7 +154,7 @@ def _caller_in(file: str) -> FrameType | None:
 
 
 def _of_fsdp() -> str:
-    """The module whose parameters FSDP gathers or reduces; "" if it is not FSDP that calls."""
+    """Return the label of the module whose parameters FSDP sends; "" if FSDP does not call."""
     frame = _caller_in(_FSDP)
     if frame is None:
         return ""
@@ -160,5 +163,5 @@ def _of_fsdp() -> str:
 
 
 def _of_optimizer() -> str:
-    """The label of the step of an optimizer; "" outside of one."""
+    """Return the label of the step of an optimizer; "" outside of one."""
     return "" if _caller_in(_OPTIMIZER) is None else "optimizer"

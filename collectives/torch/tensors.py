@@ -35,18 +35,18 @@ _SHARED = frozenset(
         torch.complex128,
     }
 )
-# Those of others are sent as integers of the same size; of these only bfloat16 can be combined.
+# Tensors of other dtypes are sent as integers of the same size; only bfloat16 can be combined.
 _BITS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 _NO_STREAM = nullcontext()  # on the host
 
 
 def can_be_combined(dtype: torch.dtype) -> bool:
-    """Whether reductions take tensors of this dtype."""
+    """Return whether reductions take tensors of this dtype."""
     return dtype in _SHARED or dtype is torch.bfloat16
 
 
 class Filled(NamedTuple):
-    """An array for a result.  `finish`: copies it to the tensors, unless it shares their memory."""
+    """An array for a result; `finish` copies it to the tensors, unless it shares their memory."""
 
     array: Array
     finish: Finish | None = None
@@ -55,7 +55,14 @@ class Filled(NamedTuple):
 class Memory:
     """Host memory, and the tensors in it.  Tensors elsewhere are copied to it and back.
 
-    A class made from this one is the memory of a device.  `backend`: of its arrays.
+    A subclass is the memory of a device.
+
+    Attributes
+    ----------
+    device : torch.device
+        The device of its tensors.
+    backend : Backend
+        The backend of its arrays.
     """
 
     device = torch.device("cpu")
@@ -64,27 +71,27 @@ class Memory:
     # What is different on a device
 
     def share(self, bits: Tensor) -> Array:
-        """The array that shares the memory of a tensor of a dtype that NumPy has."""
+        """Return the array that shares the memory of a tensor of a dtype that NumPy has."""
         return bits.numpy()
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether a tensor is here."""
+        """Return whether a tensor is here."""
         return bool(tensor.is_cpu)
 
     def empty(self, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """A new vector."""
+        """Return a new vector."""
         return torch.empty(num_elements, dtype=dtype, device=self.device)
 
     def in_order(self) -> AbstractContextManager[object]:
-        """A context in which calls of the library are in the order of PyTorch's current stream."""
+        """Return a context in which the library's calls follow PyTorch's current stream."""
         return _NO_STREAM
 
     def beside(self) -> AbstractContextManager[object]:
-        """The same with a stream, as PyTorch's current one, on which nothing else waits."""
+        """Return a context as `in_order` does, with a new stream as PyTorch's current one."""
         return _NO_STREAM
 
     def new_future(self) -> Any:
-        """A future of tensors that are here."""
+        """Return a future of tensors that are here."""
         return torch.futures.Future()
 
     def copy(self, source: Tensor, target: Tensor) -> None:
@@ -97,7 +104,7 @@ class Memory:
     # Tensors as arrays
 
     def array_of(self, tensor: Tensor) -> Array:
-        """The array that shares the memory of a plain tensor."""
+        """Return the array that shares the memory of a plain tensor."""
         if tensor.requires_grad:
             tensor = tensor.detach()
         if tensor.dtype in _SHARED:
@@ -106,13 +113,13 @@ class Memory:
         return bits.view(bfloat16) if tensor.dtype is torch.bfloat16 else bits
 
     def is_plain(self, tensor: Tensor) -> bool:
-        """Whether the memory of a tensor can be sent and filled as it is."""
+        """Return whether the memory of a tensor can be sent and filled as it is."""
         if self.has(tensor) and tensor.layout is torch.strided and tensor.is_contiguous():
             return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         return False
 
     def in_place(self, tensor: Tensor) -> Filled:
-        """An array with the values of a tensor, which the result replaces."""
+        """Return an array with the values of a tensor, which the result replaces."""
         if self.is_plain(tensor):
             return Filled(self.array_of(tensor))
         check_filled([tensor])
@@ -121,14 +128,14 @@ class Memory:
         return Filled(array, partial(self._divide, copy, [tensor]))
 
     def sent(self, tensors: Sequence[Tensor]) -> Array:
-        """The elements of the tensors, one tensor after the other, as a vector to be read."""
+        """Return the elements of the tensors, one tensor after the other, as a vector to read."""
         first = tensors[0]
         if len(tensors) > 1 or not self.is_plain(first):
             first = self._copied(tensors)
         return self.array_of(first).reshape(-1)
 
     def filled(self, tensors: Sequence[Tensor]) -> Filled:
-        """A vector for the elements of the tensors, one tensor after the other."""
+        """Return a vector for the elements of the tensors, one tensor after the other."""
         first = tensors[0]
         if len(tensors) == 1 and self.is_plain(first):
             return Filled(self.array_of(first).reshape(-1))
@@ -139,11 +146,11 @@ class Memory:
         return Filled(self.array_of(vector), partial(self._divide, vector, tensors))
 
     def _vector(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A new vector for the elements of the tensors."""
+        """Return a new vector for the elements of the tensors."""
         return self.empty(sum(tensor.numel() for tensor in tensors), tensors[0].dtype)
 
     def _copied(self, tensors: Sequence[Tensor]) -> Tensor:
-        """A vector with the elements of the tensors, copied on the current stream."""
+        """Return a vector with the elements of the tensors, copied on the current stream."""
         for tensor in tensors:
             _check(tensor)
         vector = self._vector(tensors)
@@ -169,7 +176,7 @@ HOST_MEMORY = Memory()
 
 
 def _parts(vector: Tensor, tensors: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The parts of a vector, in the shapes of the tensors, and the tensors."""
+    """Return the parts of a vector, in the shapes of the tensors, and the tensors."""
     parts = vector.split([tensor.numel() for tensor in tensors])
     return [(part.view(x.shape), x) for part, x in zip(parts, tensors, strict=True)]
 

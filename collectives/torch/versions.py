@@ -91,7 +91,7 @@ def untraced(called: Any) -> Any:
 
 
 def options_with(name: str, timeout: float | None) -> Any:
-    """PyTorch's options of a backend of this name, with a time limit in seconds."""
+    """Return PyTorch's options of a backend of this name, with a time limit in seconds."""
     longest = timedelta(days=365)
     limit = longest if timeout is None else min(longest, timedelta(seconds=timeout))
     return c10d.Backend.Options(name, limit)
@@ -101,8 +101,8 @@ def complete_works(source_of_last: Callable[[], int]) -> None:
     """Let works answer `is_completed`, `result` and `_source_rank`.
 
     From 2.14 on callers get a work in Python inside a holder, which forwards only `wait` and
-    `get_future`.  `source_of_last`: the rank of the message from any rank that this thread has
-    waited for last.
+    `get_future`.  `source_of_last` returns the rank that sent the message from any rank that this
+    thread has waited for last.
     """
     if not HAS_BACKENDS:
         return
@@ -137,10 +137,9 @@ def complete_works(source_of_last: Callable[[], int]) -> None:
 def end_blocks_that_raise(cancel: Callable[[Any], None]) -> None:
     """Let PyTorch's coalescing manager end its block also when that raises.
 
-    It does not: until the group is destroyed, PyTorch then takes every all-reduce of the group as
-    one of the block, and never makes it.  This holds for groups of all backends.
-
-    `cancel`: called with the group of a block that has raised.
+    PyTorch's own manager does not: until the group is destroyed, PyTorch takes every all-reduce of
+    the group as one of the block, and never makes it.  This holds for groups of all backends.
+    `cancel` is called with the group of a block that has raised.
     """
     manager, state = distributed._coalescing_manager, distributed_c10d._world.pg_coalesce_state
 
@@ -174,7 +173,7 @@ def follow_groups(note: Callable[[str], None]) -> None:
 
 
 def _is_done(work: Any) -> bool:
-    """Whether a work is complete, on a device too, as far as its future can tell."""
+    """Return whether a work is complete, on a device too, as far as its future can tell."""
     try:
         future = work.get_future()
     except RuntimeError:  # it has none

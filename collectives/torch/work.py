@@ -23,7 +23,7 @@ NO_LIMIT = timedelta(0)  # PyTorch's way to say so in `wait`
 
 
 def seconds(timeout: timedelta) -> float | None:
-    """A time limit in seconds; None if PyTorch gives none."""
+    """Return a time limit in seconds; None if PyTorch gives none."""
     return timeout.total_seconds() if timeout > NO_LIMIT else None
 
 
@@ -35,7 +35,10 @@ def fail(error: collectives.CollectiveError) -> NoReturn:
 class Result(list[Tensor]):
     """The tensors of a work as the value of its future, by which the work can be asked.
 
-    `work`: a weak reference, since the work keeps its future.
+    Attributes
+    ----------
+    work : weak reference to Work
+        Weak, since the work keeps its future.
     """
 
     def __init__(self, tensors: list[Tensor], work: Work) -> None:
@@ -43,7 +46,7 @@ class Result(list[Tensor]):
         self.work = ref(work)
 
     def __reduce__(self) -> Any:
-        """PyTorch finds the tensors of a value by pickling it."""
+        """Return a list of the tensors: PyTorch pickles a value to find its tensors."""
         return list, (list(self),)
 
 
@@ -60,10 +63,21 @@ _completing = _Completing()
 class InProgress(Work):  # type: ignore[misc]
     """A call in progress.
 
-    `memory`: of its arrays.  On a device it is complete, for those who wait for it, when it is
-    enqueued; then their streams wait for it.  `call`: the call of the library.  `tensors`: its
-    result.  `finish`: what is done once when it is complete, before anyone learns of that.
-    `limit`: the seconds after which its future fails.
+    On a device, `wait` without a time limit returns when the call is enqueued, and the current
+    stream waits for the call.
+
+    Parameters
+    ----------
+    memory : Memory
+        The memory of its arrays.
+    call : collectives.Work
+        The call of the library.
+    tensors : list of Tensor
+        Its result.
+    finish : function, optional
+        What is done once when the call is complete, before anyone learns of that.
+    limit : float, optional
+        The seconds after which its future fails.
     """
 
     def __init__(
@@ -149,8 +163,8 @@ class InProgress(Work):  # type: ignore[misc]
     def _complete_future(self) -> None:
         """Complete the future, and run what was added by `then`, on this thread.
 
-        On a device the future notes the end of the current stream, for which those who wait for it
-        let theirs wait.
+        On a device the future notes the end of the current stream.  The streams of those who wait
+        for the future wait for that end.
         """
         outcome: Any = Result(self._tensors, self)
         with self.memory.beside():
@@ -167,7 +181,7 @@ class InProgress(Work):  # type: ignore[misc]
 
 
 def unwrapped(outcome: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
-    """The future of a result, from that of a result or an error.
+    """Return the future of a result, from the future of a result or an error.
 
     `Future.set_exception` would hide the error from those who get the future from C++.
     """
@@ -198,7 +212,14 @@ class Batch:
 class Postponed(Work):  # type: ignore[misc]
     """A message of a batch, which starts when the block ends, or when it is asked for.
 
-    `begin`: starts it.  `memory`: of its array.
+    Parameters
+    ----------
+    memory : Memory
+        The memory of its array.
+    begin : function
+        Starts the message.
+    batch : Batch
+        The batch to which it belongs.
     """
 
     def __init__(self, memory: Memory, begin: Callable[[], InProgress], batch: Batch) -> None:
@@ -214,7 +235,7 @@ class Postponed(Work):  # type: ignore[misc]
                 self._work = self._begin()
 
     def _started(self) -> InProgress:
-        """The work of the message, after the whole batch has started."""
+        """Return the work of the message, after the whole batch has started."""
         self._batch.start()
         assert self._work is not None, "it is in the batch"
         return self._work
@@ -283,7 +304,10 @@ class Joined(Work):  # type: ignore[misc]
 
 
 def _value(futures: list[torch.futures.Future[list[Tensor]]], work: Joined) -> Result | Exception:
-    """What futures that are done have as one, for which the current stream waits; or an error."""
+    """Return the values of futures that are done as one result, or an error.
+
+    The current stream waits for the values.
+    """
     try:
         return Result([tensor for future in futures for tensor in future.wait()], work)
     except Exception as error:  # noqa: BLE001 - whoever waits for the future raises it

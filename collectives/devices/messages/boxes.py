@@ -39,8 +39,8 @@ ENVELOPE = np.dtype(
 )
 """What MPI carries of a message in a box.
 
-`token`: see `Board.token`.  `process`: of the sender.  `number`: of the box.  `value`: of its
-words, for this message.  `size`: of the message, in bytes.  `buffers`: where it is.
+The fields are the `Board.token` of the receiver, the process of the sender, the number of the box,
+the value of its words for this message, the bytes of the message, and the buffer where it is.
 """
 
 
@@ -72,8 +72,13 @@ class Memory:
     """The memory of the boxes of one rank of a communicator.
 
     It is allocated for several messages, because that may wait for all streams of the process.
-    `full`: the messages that are not known to be read, by the numbers of their boxes.
-    `are_by_events`: whether threads wait for events, in place of words that devices write.
+
+    Attributes
+    ----------
+    full : dict of int to Put
+        The messages that are not known to be read, by the numbers of their boxes.
+    are_by_events : bool
+        Whether threads wait for events, in place of words that devices write.
     """
 
     def __init__(self, driver: Driver, *, are_by_events: bool) -> None:
@@ -83,11 +88,11 @@ class Memory:
         self._pieces = defaultdict[int, list[Piece]](list)  # by size, those that are not in use
 
     def has(self, num_bytes: int) -> bool:
-        """Whether a message of this size needs no allocation."""
+        """Return whether a message of this size needs no allocation."""
         return bool(self._pieces[_piece_size(num_bytes)])
 
     def take(self, num_bytes: int) -> Piece:
-        """Memory for a message.  Raises DriverError."""
+        """Return a piece of memory for a message.  Raises DriverError."""
         size = _piece_size(num_bytes)
         if not self._pieces[size]:
             number = max(1, min(_AHEAD, _MOST_AHEAD // size))
@@ -105,7 +110,7 @@ class Memory:
                 self._pieces[put.memory.size].append(put.memory)
 
     def _is_read(self, box: Box) -> bool:
-        """Whether the devices have done with a message of which the words say so."""
+        """Return whether devices have done with a box whose words say so."""
         is_filled, is_read = _events_of(self._driver, box)
         events = (is_filled, is_read) if self.are_by_events else (is_filled,)
         return all(self._driver.try_call("cuEventQuery", event) != NOT_READY for event in events)
@@ -136,17 +141,17 @@ class Boxes:
         return self._memory.are_by_events
 
     def has_free(self) -> bool:
-        """Whether a box is free."""
+        """Return whether a box is free."""
         with self._lock:
             self._memory.clear()
             return len(self._memory.full) < NUM_BOXES
 
     def has_memory(self, num_bytes: int) -> bool:
-        """Whether there is memory for a message, or may be allocated now."""
+        """Return whether there is memory for a message, or memory may be allocated now."""
         return self._memory.has(num_bytes) or STREAMS.may_block(self._driver)
 
     def take(self, num_bytes: int, reader: int) -> Put | None:
-        """A box for a message; None if another thread has taken the last one, or the memory.
+        """Return a box for a message; None if another thread has taken the last one, or the memory.
 
         Raises DriverError.
         """
@@ -170,7 +175,10 @@ class Boxes:
         _give_retired_back()
 
     def envelope(self, put: Put) -> Bytes:
-        """What MPI carries of a message.  Raises DriverError if others cannot open its memory."""
+        """Return the envelope of a message.
+
+        Raises DriverError if other ranks cannot open the message's memory.
+        """
         links = self._links
         buffer = links.describe(put.memory.address, put.size, put.memory.of)
         if buffer.id not in self._pinned:  # its readers have it open
@@ -198,7 +206,7 @@ class Boxes:
     def take_out(self, envelope: Any, sender: int, copy: Callable[[], None], stream: int) -> None:
         """Let a stream copy a message out of another rank's box, when it is there.
 
-        `copy`: puts the copy on the stream.  Raises DriverError.
+        `copy` puts the copy on the stream.  Raises DriverError.
         """
         driver, value = self._driver, int(envelope["value"])
         box = self.box_of(envelope, sender)
@@ -221,7 +229,7 @@ class Boxes:
         self.box_of(envelope, sender).read[0] = envelope["value"]
 
     def box_of(self, envelope: Any, sender: int) -> Box:
-        """The words of the box of an envelope."""
+        """Return the words of the box of an envelope."""
         return self._board.box(sender, int(envelope["number"]))
 
 
@@ -238,12 +246,12 @@ def _give_retired_back() -> None:
 
 
 def _piece_size(num_bytes: int) -> int:
-    """The size of the memory for a message of so many bytes."""
+    """Return the size of the memory for a message of so many bytes."""
     return 1 << (max(num_bytes, _LEAST) - 1).bit_length()
 
 
 def _events_of(driver: Driver, box: Box) -> list[int]:
-    """The events that this process records when a message is ready, and when it is read."""
+    """Return the events that this process records when a message is ready, and when it is read."""
     return [EVENTS.of(driver, word.ctypes.data, 0) for word in (box.ready, box.read)]
 
 

@@ -22,7 +22,14 @@ Line = tuple[int, int]  # a destination and a tag
 class Route:
     """What messages by boxes need.
 
-    `is_neighbour`: whether another rank and this one can read each other's memory.
+    Parameters
+    ----------
+    links : Links
+        The links of this rank.
+    watch : Watch
+        What watches the device.
+    is_neighbour : function
+        Returns whether another rank and this one can read each other's memory.
     """
 
     def __init__(self, links: Links, watch: Watch, is_neighbour: Callable[[int], bool]) -> None:
@@ -35,9 +42,12 @@ class Route:
 class Mail:
     """The tagged messages of one rank of a communicator.
 
-    `route`: for those by boxes; None as long as no device was used.  From then on, receives from
-    ranks of the host expect envelopes, too.  When no other receive is under way, this rank shows
-    that it takes envelopes, and neighbours send them.
+    Attributes
+    ----------
+    route : Route or None
+        The route of messages by boxes; None as long as no device was used.  From then on, receives
+        from ranks of the host expect envelopes, too.  When no receive that expects only data is
+        under way, this rank shows that it takes envelopes, and neighbours send them.
     """
 
     route: Route | None = None
@@ -56,14 +66,14 @@ class Mail:
                     self._takes_envelopes = self._board.take_handed_over()
 
     def may_hand_over(self, rank: int) -> bool:
-        """Whether this rank has boxes, and another one takes envelopes from it."""
+        """Return whether this rank has boxes, and another one takes envelopes from it."""
         is_neighbour = self.route is not None and self.route.is_neighbour(rank)
         return is_neighbour and self._board.area is not None and bool(self._board.token(rank))
 
     def expect_data_only(self, receive: object, peer: int) -> bool:
         """Note a receive that expects data; return False if it must expect envelopes, too.
 
-        Then `route` is known.  The note ends with the object that stands for the receive.
+        In this case `route` is known.  The note ends with the object that stands for the receive.
         """
         if peer == self._board.rank or self._board.parts[peer] is None:
             return True
@@ -74,11 +84,11 @@ class Mail:
         return True
 
     def has_received(self, receive: object) -> None:
-        """Note that such a receive is complete."""
+        """Note that a receive is complete."""
         self._data_only.discard(receive)
 
     def opened(self, message: Bytes) -> Any:
-        """The envelope that a message is; None if it is data."""
+        """Return the envelope that a message is; None if it is data."""
         is_envelope = message.size == ENVELOPE.itemsize
         envelope = message.view(ENVELOPE)[0] if is_envelope else None
         if envelope is None or envelope["token"] != self._board.token(self._board.rank):
@@ -93,7 +103,7 @@ class Mail:
             self._lines[line].append(send)
 
     def is_first(self, line: Line, send: object) -> bool:
-        """Whether no earlier message waits."""
+        """Return whether no earlier message waits."""
         with self._lock:
             return line not in self._lines or self._lines[line][0] is send
 
@@ -106,7 +116,7 @@ class Mail:
                     del self._lines[line]
 
     def has_line(self, dest: int | None, tag: int) -> bool:
-        """Whether messages wait."""
+        """Return whether messages to this destination with this tag wait."""
         return (dest, tag) in self._lines
 
     def free(self) -> None:

@@ -26,8 +26,14 @@ class End(NamedTuple):
 class Passage:
     """One run of a send, a receive, or both.
 
-    `limit`: the seconds that it may take on a device; None: those of the communicator.
-    `stream`: of the arrays; None if they are not on the device of the route.
+    Attributes
+    ----------
+    limit : float or None
+        The seconds that it may take on a device; None for the limit of the communicator.
+    stream : StreamOfCall or None
+        The stream of the arrays; None if they are not on the device of the route.
+    others : list of Execution
+        What the engine runs.
     """
 
     def __init__(
@@ -57,7 +63,10 @@ class Passage:
             yield None
 
     def mark(self, route: Route, stream: StreamOfCall) -> Enqueued:
-        """A mark behind what is on a stream.  If that is not the caller's, the arrays are kept."""
+        """Return a mark behind what is on a stream.
+
+        If the stream is not the caller's, the arrays are kept until then.
+        """
         mark = stream.end()
         route.marks.add(mark)
         route.watch.hold()

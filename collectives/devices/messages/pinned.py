@@ -13,18 +13,18 @@ _LEAST = 512  # bytes of a piece
 
 
 class Pinned:
-    """Pieces of page-locked memory.  To allocate one may wait for all streams of the process."""
+    """Pieces of page-locked memory; to allocate one may wait for all streams of the process."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._idle = defaultdict[int, list[Bytes]](list)  # by size
 
     def has(self, num_bytes: int) -> bool:
-        """Whether there is an idle piece for a message."""
+        """Return whether there is an idle piece for a message."""
         return bool(self._idle[_size(num_bytes)])
 
     def take(self, num_bytes: int) -> Bytes:
-        """A piece of at least this size."""
+        """Return a piece of at least this size."""
         size = _size(num_bytes)
         try:
             return self._idle[size].pop()

@@ -26,7 +26,14 @@ from collectives.lowering import Counter
 class Receiving:
     """The receiving end of one message.
 
-    `is_data`: whether it certainly comes as data; else it may be an envelope.
+    Parameters
+    ----------
+    end : End
+        The end.
+    passage : Passage
+        The run.
+    is_data : bool
+        Whether the message certainly comes as data; else it may be an envelope.
     """
 
     def __init__(self, end: End, passage: Passage, *, is_data: bool) -> None:
@@ -57,7 +64,7 @@ class Receiving:
         return self._passage.messages.test(range(RECEIVE, RECEIVE + 1), 1)
 
     def _arrived(self) -> tuple[Bytes, int]:
-        """What has arrived, and how many bytes were sent; an envelope is noted."""
+        """Return what has arrived, and how many bytes were sent; note an envelope."""
         assert self._posted is not None
         num_bytes = self._passage.messages.lengths[RECEIVE]
         message, self._posted = self._posted[:num_bytes], None
@@ -72,19 +79,19 @@ class Receiving:
         self._give_box_back()
 
     def _give_box_back(self) -> None:
-        """Let the sender use the box of a message again that is not read."""
+        """Let the sender use the box of a message that is not read again."""
         envelope, self._unread = self._unread, None
         if envelope is not None and (route := self._passage.route) is not None:
             route.boxes.give_back(envelope, self._end.peer)
 
     def _landing(self) -> Bytes:
-        """Where the message arrives: in the output if that is possible, to copy nothing."""
+        """Return where the message arrives: in the output where that saves a copy."""
         if self._passage.operands.backend.is_host and self._end.num_bytes >= ENVELOPE.itemsize:
             return self._host_buffer()
         return np.empty(max(self._end.num_bytes, ENVELOPE.itemsize), np.uint8)
 
     def _host_buffer(self) -> Bytes:
-        """The output if it is in host memory, else page-locked memory for it."""
+        """Return the output if it is in host memory, else page-locked memory for it."""
         operands = self._passage.operands
         return operands.backend.host_buffer(operands.output)
 
@@ -94,8 +101,6 @@ class Receiving:
             lengths = num_bytes, self._end.num_bytes
             rank = self._passage.transport.rank
             raise CollectiveMismatch(wrong_length(rank, self._end.peer, *lengths))
-
-    # Data
 
     def _take(self, message: Bytes) -> Waits:
         """Copy data that has arrived to the output."""
@@ -116,8 +121,6 @@ class Receiving:
                 backend.to_device([(self._passage.operands.output, host)])
                 end = backend.record()
             yield Wait(lambda: end.is_complete, list, is_at_work=True)
-
-    # Envelopes
 
     def _open(self, route: Route, envelope: Any) -> Waits:
         """Let the device take a message out of a box of its sender."""
@@ -147,10 +150,7 @@ class Receiving:
         return operands.backend.extent(operands.output)[0]
 
     def _take_out(self, route: Route, stream: StreamOfCall, envelope: Any, *arguments: Any) -> None:
-        """Let a stream take a message out of a box, and watch that.
-
-        `arguments`: of the copy.
-        """
+        """Let a stream take a message out of a box by a copy with these arguments; watch it."""
         if not route.boxes.are_by_events:
             peer, num_bytes = self._end.peer, self._end.num_bytes
             self._watched = WatchedMessage(
@@ -173,14 +173,14 @@ class Receiving:
         route.links.driver.call(function, target, source, self._end.num_bytes, stream.handle)
 
     def _pinned_piece(self, route: Route) -> Generator[Wait, None, Bytes]:
-        """Page-locked memory of at least the size of the message."""
+        """Return page-locked memory of at least the size of the message."""
         num_bytes, driver = self._end.num_bytes, route.links.driver
         if not route.pinned.has(num_bytes):
             yield Wait(partial(STREAMS.may_block, driver), list, is_at_work=True)
         return route.pinned.take(num_bytes)
 
     def mark(self, route: Route, stream: StreamOfCall) -> Enqueued:
-        """A mark behind what is on a stream, until which that is watched and its memory kept."""
+        """Return a mark behind what is on a stream; until then it is watched, its memory kept."""
         mark, held = self._passage.mark(route, stream), route.watch.held
         if self._pinned is not None:
             held.add(mark, partial(route.pinned.give_back, self._pinned))

@@ -20,7 +20,10 @@ from collectives.devices.messages.stream import StreamOfCall
 class Sending:
     """The sending end of one message.
 
-    `link`: how it was sent; see `Row.link` of ledgers.
+    Attributes
+    ----------
+    link : str
+        How the message was sent; see `Row.link` of ledgers.
     """
 
     link = ""
@@ -74,7 +77,7 @@ class Sending:
         return True
 
     def _box(self, route: Route) -> Generator[Wait, None, Put | None]:
-        """A box for the message; None if none is free, or there is no memory."""
+        """Return a box for the message; None if none is free, or there is no memory."""
         boxes, size = route.boxes, self._end.num_bytes
         while boxes.has_free():
             yield Wait(partial(boxes.has_memory, size), list, is_at_work=True)

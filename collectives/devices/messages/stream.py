@@ -16,8 +16,22 @@ _CAPTURED = "the stream is being captured for a graph, which cannot contain this
 class StreamOfCall:
     """The stream of one call: its caller's, or one that begins after what is on the caller's.
 
-    `is_used`: whether anything was put on it.  `is_beside`: whether it need not begin after what is
-    on the caller's.  Raises CollectiveError if the caller's is captured.
+    Parameters
+    ----------
+    driver, backend : Driver, Backend
+        The driver and the arrays of the device.
+    is_beside : bool
+        Whether it need not begin after what is on the caller's stream.
+
+    Attributes
+    ----------
+    is_used : bool
+        Whether anything was put on it.
+
+    Raises
+    ------
+    CollectiveError
+        If the caller's stream is captured.
     """
 
     is_used = False
@@ -52,13 +66,13 @@ class StreamOfCall:
             self._driver.call("cuEventRecord", self._own.event, self.handle)
 
     def end(self) -> Enqueued:
-        """A mark behind all that was put on it.  Raises DriverError."""
+        """Return a mark behind all that was put on it.  Raises DriverError."""
         if self._own is not None:
             self._driver.call("cuEventRecord", self._own.event, self.handle)
         return self._marked()
 
     def _marked(self) -> Enqueued:
-        """A mark behind all that is on it."""
+        """Return a mark behind all that is on it."""
         mark = Enqueued(self._driver, self._backend)
         self._driver.call("cuEventRecord", mark.event, self.handle)
         return mark

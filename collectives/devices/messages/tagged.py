@@ -1,6 +1,6 @@
 """Runs a send, a receive, or both, in the order of messages with the same tag.
 
-Each end goes by a box if it can, and else as the engine sends it.
+A message goes by a box if it can; else the engine sends it.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Tagged:
     @property
     def row(self) -> int:
         """How often it has gone on, to notice progress."""
-        num_steps = sum(each.num_steps for each in self._steps)
+        num_steps = sum(steps.num_steps for steps in self._steps)
         return num_steps + sum(one.row for one in self._others)
 
     def interrupt(self, is_wanted: bool) -> None:
@@ -203,7 +203,7 @@ class Tagged:
 
 
 class _Steps:
-    """The steps of one end, and what it waits for; None: for a message."""
+    """The steps of one end, and what it waits for, which is None for a message."""
 
     def __init__(self, steps: Waits) -> None:
         self._steps, self._is_over, self.num_steps = steps, False, 0
