@@ -59,7 +59,7 @@ def verify_lowered(*calls: LoweredCall) -> None:
     Before each call, the caller of each rank writes to all buffers, in order with its device;
     after it, the caller reads the output.  The operations of a rank are in one order, whatever
     their streams are: each run waits for the event of the one before it, and for that of its start
-    (tests/device/test_order_of_streams.py looks for what has no order).  The blocks of a kernel
+    (tests/devices/test_order_of_streams.py looks for what has no order).  The blocks of a kernel
     have an order of their own each; the first one is in order with the caller.
 
     Raises ScheduleError if two ranks use the same bytes without an order between them, if ranks

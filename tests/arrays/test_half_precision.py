@@ -12,7 +12,7 @@ import collectives
 from collectives.arrays import half_precision, jit, kernels
 from collectives.arrays.backends import HOST
 from collectives.arrays.half_precision import FEW
-from tests.scenarios import dtype
+from tests.scenarios.jobs import dtype
 
 FLOAT16, BFLOAT16 = np.dtype("float16"), dtype("bfloat16")
 BOTH = pytest.mark.parametrize("kind", [FLOAT16, BFLOAT16], ids=str)

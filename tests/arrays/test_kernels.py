@@ -12,7 +12,7 @@ import pytest
 
 from collectives.arrays import jit, kernels
 from collectives.arrays.operators import OPERATORS
-from tests.scenarios import dtype
+from tests.scenarios.jobs import dtype
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]

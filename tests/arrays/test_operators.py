@@ -10,8 +10,9 @@ import pytest
 import collectives
 from collectives import Communicator, Operator
 from collectives.algorithms import info, names
-from tests.fake_device import BACKEND, on_device, on_host
-from tests.operator_scenarios import (
+from tests.fakes.device import BACKEND, on_device, on_host
+from tests.scenarios.jobs import REDUCTIONS, Job, same
+from tests.scenarios.operators import (
     FALSELY_COMMUTATIVE,
     MULTIPLY,
     OVERWRITING,
@@ -23,7 +24,6 @@ from tests.operator_scenarios import (
     perform_in_order,
     refuse_to_overwrite,
 )
-from tests.scenarios import REDUCTIONS, Job, same
 
 
 def on_threads(jobs: list[Job]) -> None:

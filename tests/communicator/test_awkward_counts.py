@@ -10,7 +10,7 @@ import pytest
 import collectives
 from collectives import Communicator
 from tests.covering import pairwise
-from tests.scenarios import (
+from tests.scenarios.jobs import (
     ALGORITHMS,
     COLLECTIVES,
     REDUCTIONS,

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 
 import collectives
 from collectives import Communicator
-from tests.random_jobs import jobs
-from tests.scenarios import (
+from tests.scenarios.jobs import (
     ALGORITHMS,
     CASES,
     COLLECTIVES,
@@ -21,6 +20,7 @@ from tests.scenarios import (
     all_jobs,
     perform,
 )
+from tests.scenarios.random_jobs import jobs
 
 
 def on_threads(jobs: list[Job]) -> None:

@@ -16,9 +16,9 @@ from collectives.programs import passing_blocks, placement, program
 from collectives.schedule import trees
 from collectives.schedule.contracts import SPECS
 from collectives.selection.labels import parse_label
-from tests.fake_device import on_device, on_host
-from tests.mismatches import still_works
-from tests.session_scenarios import (
+from tests.fakes.device import on_device, on_host
+from tests.scenarios.mismatches import still_works
+from tests.scenarios.sessions import (
     counts_travel_ahead_of_blocks_that_are_sent_on,
     own_counts_are_enough,
 )

@@ -13,7 +13,7 @@ from collectives import Communicator
 from docs.generate.activation_memory import HEADS, ActivationRow, activation_rows
 from parallel import MemoryTracker, Mesh
 from parallel.nn import Step, gpt
-from tests.parallel.split_layers import bound_by_name
+from tests.parallel.nn.tensor.split_layers import bound_by_name
 
 SMALL = {"rows": 2, "context": 8, "hidden": 12, "num_heads": 4}
 HOW: list[dict[str, Any]] = [  # is made each row of the table

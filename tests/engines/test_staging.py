@@ -15,11 +15,11 @@ import collectives
 from collectives import CollectiveTimeout, Communicator, Operator
 from collectives.devices.driver import DriverError
 from collectives.engines import deadline_in, poll_until, staging
-from tests import device_scenarios as scenarios
-from tests.device.held_stream import hold, released
-from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
-from tests.fake_driver import gpu
-from tests.scenarios import all_jobs
+from tests.fakes.device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
+from tests.fakes.driver import gpu
+from tests.fakes.held_stream import hold, released
+from tests.scenarios import on_devices as scenarios
+from tests.scenarios.jobs import all_jobs
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ import pytest
 import collectives
 from collectives import Communicator
 from collectives.engines import deadline_in, poll_until
-from tests.session_scenarios import SCENARIOS
+from tests.scenarios.sessions import SCENARIOS
 from tests.switching import switching_every
 
 

@@ -13,9 +13,9 @@ from examples.images.windows import WindowAttention, mask_of_windows
 from parallel import MemoryTracker
 from parallel.nn import ArraySpec, Attention, Layer, Sequential, Step
 from parallel.optim import DTYPES, dtype_of
-from tests.parallel.fake_arrays import FAKE, bare, crossed
-from tests.parallel.models import Values, alone, check_gradients
-from tests.parallel.split_layers import check_halves
+from tests.fakes.arrays import FAKE, bare, crossed
+from tests.parallel.nn.bound_models import Values, alone, check_gradients
+from tests.parallel.nn.tensor.split_layers import check_halves
 
 GRID = Grid(4, 6)
 WIDE = {"float64": 1e-12, "float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}

@@ -21,7 +21,7 @@ from parallel.nn import Model, Step
 from parallel.run.memory import peak_memory
 from parallel.strategies import SyncParameterServer
 from tests.moe.experts import moved
-from tests.moe.tables import digests
+from tests.moe.routing.tables import digests
 from tests.parallel.layouts import CLIP, End, Setup, check_as_one_rank
 from tests.parallel.training import nothing
 

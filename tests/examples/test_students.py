@@ -20,7 +20,7 @@ from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer
 from parallel.nn import BatchRows, CrossEntropy, Linear, Model, Step
 from tests.moe.experts import close
 from tests.parallel.layouts import CLIP, ROWS, End, Setup, batch, check_as_one_rank
-from tests.parallel.models import Values, numerical
+from tests.parallel.nn.bound_models import Values, numerical
 from tests.parallel.training import CONTEXT, nothing
 
 STEPS, STOP = 2, 1  # the second step is without the teacher

@@ -2,7 +2,8 @@
 
 Arguments: a place of `places.py`, and names of functions below, which run one after the other.  All
 raise an error for what is wrong.  `test_devices.py` starts it on a GPU, and
-`tests/test_gpu_programs.py` on the fake one, so that the programs themselves are known to be right.
+`tests/fakes/test_gpu_programs.py` on the fake one, so that the programs themselves are known to be
+right.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from bench.workloads.expected import expected
 from collectives import Communicator, algorithms
 from collectives.arrays.operators import operators
 from collectives.devices.links import Proposal
-from tests import device_scenarios as scenarios
-from tests.device.held_stream import hold, released
+from tests.fakes.held_stream import hold, released
 from tests.gpu.places import PLACES, Place
-from tests.scenarios import (
+from tests.scenarios import on_devices as scenarios
+from tests.scenarios.jobs import (
     COMPLEX,
     FLOATS,
     INTEGERS,

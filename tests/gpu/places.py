@@ -110,13 +110,14 @@ class OnFake:
     large, stride, are_kernels = 50_011, 11, False
 
     def __init__(self, comm: Communicator) -> None:
-        from tests import fake_device, fake_driver
+        from tests.fakes import device
+        from tests.fakes.driver import gpu
 
-        self.fake, self.gpu = fake_device, fake_driver.gpu()
+        self.fake, self.gpu = device, gpu()
         self.gpu.uuid = b"GPU of rank %4d" % comm.rank
         self.gpu.reset(seed=comm.rank + 17, queue_length=64)
         self.gpu.go_on_alone()
-        self.on_host = fake_device.on_host
+        self.on_host = device.on_host
         self._is_exportable = True
 
     @property

@@ -13,9 +13,9 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from tests import device_scenarios as scenarios
-from tests.operator_scenarios import ordered_jobs, perform_in_order
-from tests.scenarios import OPS, Job, all_jobs
+from tests.scenarios import on_devices as scenarios
+from tests.scenarios.jobs import OPS, Job, all_jobs
+from tests.scenarios.operators import ordered_jobs, perform_in_order
 
 pytestmark = pytest.mark.gpu
 ON_CUPY = sorted({d for dtypes in OPS.values() for d in dtypes} - {"longdouble", "clongdouble"})

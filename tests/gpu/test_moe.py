@@ -12,7 +12,7 @@ from array_api_compat import cupy as on_gpu
 from bench.gpu.__main__ import no_mpi
 from moe.gates import GATES
 from tests.moe.experts import Setup
-from tests.moe.test_device import FORMS, run, setup_of
+from tests.moe.layers.test_on_device import FORMS, run, setup_of
 
 pytestmark = pytest.mark.gpu
 

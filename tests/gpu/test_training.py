@@ -12,7 +12,7 @@ import collectives
 from bench.gpu.__main__ import no_mpi
 from collectives import Communicator
 from parallel.optim.storage import TO_DEVICE, TO_HOST, Place
-from tests.parallel.test_offload import Make, check_predictions, places, serial, trained
+from tests.parallel.optim.test_offload import Make, check_predictions, places, serial, trained
 from tests.parallel.training import ddp, zero1, zero2, zero3
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import collectives
 from collectives import Communicator
-from tests.random_jobs import jobs
-from tests.scenarios import (
+from tests.scenarios.jobs import (
     ALGORITHMS,
     COLLECTIVES,
     DTYPES,
@@ -22,6 +21,7 @@ from tests.scenarios import (
     perform,
     random_rows,
 )
+from tests.scenarios.random_jobs import jobs
 
 pytestmark = pytest.mark.mpi
 

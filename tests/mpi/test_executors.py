@@ -25,8 +25,8 @@ from collectives.runtime import run_pool
 from collectives.runtime.run_pool import operands_of
 from collectives.schedule.contracts import SPECS
 from collectives.schedule.layout import even_counts
-from tests.scenarios import ALGORITHMS, variants
-from tests.wrong_programs import (
+from tests.scenarios.jobs import ALGORITHMS, variants
+from tests.scenarios.wrong_programs import (
     WRONG,
     compiling_with,
     require_comparison_at_every_attachment,

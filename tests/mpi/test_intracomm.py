@@ -20,7 +20,7 @@ from collectives import CollectiveMismatch
 from collectives.engines import poll_until
 from collectives.mpi4py_compat import requests
 from collectives.mpi4py_compat.intracomm import Cartcomm, Distgraphcomm, Graphcomm
-from tests.drop_in_program import collective_names
+from tests.mpi4py_compat.drop_in_program import collective_names
 
 pytestmark = pytest.mark.mpi
 

@@ -15,8 +15,8 @@ from mpi4py import MPI
 import collectives
 from collectives import Communicator
 from collectives.diagnostics import hang_report
-from tests.operator_scenarios import failing
-from tests.session_scenarios import SCENARIOS
+from tests.scenarios.operators import failing
+from tests.scenarios.sessions import SCENARIOS
 
 pytestmark = pytest.mark.mpi
 

@@ -16,9 +16,9 @@ from collectives import CollectiveMismatch, CollectiveTimeout, Communicator, Not
 from collectives.runtime.fingerprint import DIGEST_BYTES
 from collectives.runtime.numbering import Numbering
 from tests import hygiene
-from tests.fake_device import on_device, on_host
-from tests.mismatches import MISTAKES, Mistake, make, noticed, still_works
-from tests.session_scenarios import SCENARIOS
+from tests.fakes.device import on_device, on_host
+from tests.scenarios.mismatches import MISTAKES, Mistake, make, noticed, still_works
+from tests.scenarios.sessions import SCENARIOS
 
 SIZES = [1, 2, 3, 4, 7]
 Body = Callable[[Communicator], Any]

@@ -7,7 +7,7 @@ import pytest
 from collectives import ScheduleError
 from collectives.lowering import DeviceProgram
 from collectives.simulation import DeviceLink, simulate_devices
-from tests.device.lowered_cases import Case
+from tests.lowering.cases import Case
 
 LINK = DeviceLink(
     synchronize=1, copy=10, kernel=100, hop=1000, start=1e4, rate=1, staging=1e6, staging_rate=1

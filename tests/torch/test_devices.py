@@ -24,9 +24,9 @@ from collectives.devices import Devices
 from collectives.devices.order import Order
 from collectives.torch import devices
 from collectives.torch.tensors import HOST_MEMORY, Tensor
-from tests.device.held_stream import hold, released
-from tests.fake_device import BACKEND, FakeStream
-from tests.fake_driver import gpu
+from tests.fakes.device import BACKEND, FakeStream
+from tests.fakes.driver import gpu
+from tests.fakes.held_stream import hold, released
 from tests.torch import device_program
 from tests.torch.device_program import PROGRAMS
 from tests.torch.places import FakeMemory, OnFake, fake_place

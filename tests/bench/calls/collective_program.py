@@ -22,7 +22,7 @@ from bench.workloads.collective import JOINS, SPLITS
 from collectives import algorithms
 from collectives.arrays import kernels
 from collectives.arrays.backends import NumpyBackend
-from tests.fake_device import BACKEND
+from tests.fakes.device import BACKEND
 
 FEW = ["-n", "2", "-w", "1"]
 

@@ -20,8 +20,8 @@ from bench.contenders.contender import WORKS
 from bench.timing import copy_rate, deadline
 from tests.bench.contenders import fake_nccl
 from tests.bench.contenders.fake_nccl import FakeNccl, with_communicator
-from tests.fake_device import BACKEND, FakeDeviceArray
-from tests.fake_driver import gpu
+from tests.fakes.device import BACKEND, FakeDeviceArray
+from tests.fakes.driver import gpu
 
 LIBRARIES: dict[str, Callable[[], FakeNccl]] = {
     "right": FakeNccl,

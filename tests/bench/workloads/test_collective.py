@@ -12,7 +12,7 @@ import collectives
 from bench.workloads import collective as bench_case
 from bench.workloads.collective import Case, Check, in_place, out_of_place
 from collectives.arrays.backends import HOST
-from tests.fake_device import BACKEND, FakeDeviceArray, on_host
+from tests.fakes.device import BACKEND, FakeDeviceArray, on_host
 
 SIZE = 3
 COLLECTIVES = [name for name in collectives.algorithms.collectives() if name != "barrier"]
