@@ -73,7 +73,7 @@ def test_bytes_go_a_third_less_far(collective: str, bine: str, binomial: str) ->
 
 
 @pytest.mark.parametrize(("collective", "bine", "binomial"), COUNTERPARTS)
-def test_nothing_else_changes(collective: str, bine: str, binomial: str) -> None:
+def test_bine_trees_change_distances_only(collective: str, bine: str, binomial: str) -> None:
     for cost in ("rounds", "startups", "messages", "max_bytes_per_rank", "total_bytes"):
         found, other = (getattr(algorithms.info(collective, n), cost) for n in (bine, binomial))
         assert found(p=64, n=64) == other(p=64, n=64)

@@ -35,7 +35,7 @@ NAMES = [name for collective, name in INVARIANT if collective == "all_reduce"]
 # The proof
 
 
-def test_these_promise_the_fixed_tree() -> None:
+def test_invariant_algorithms_promise_the_fixed_tree() -> None:
     assert INVARIANT == [
         ("all_reduce", "reduce_broadcast"),
         ("all_reduce", "invariant"),

@@ -51,7 +51,7 @@ def locked(path: Path, operation: int) -> Iterator[None]:
         yield
 
 
-def test_a_function_and_a_pointer() -> None:
+def test_a_compiled_function_can_be_called_and_has_a_pointer() -> None:
     assert jit.why_unavailable() is None
     assert jit.function(adding(1), "int64(int64)")(2) == 3
     assert called(jit.pointer(adding(1), "int64(int64)"), 2) == 3

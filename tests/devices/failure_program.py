@@ -119,7 +119,7 @@ def a_device_that_stands_still_after_any_operation(world: Communicator) -> None:
     """
     if "control" in sys.argv:
         Board.note_failure = lambda *_: None  # type: ignore[method-assign]
-    for name, step in (("ring", 3), ("one_shot", 1)):  # test_cut_off.py draws many others
+    for name, step in (("ring", 3), ("one_shot", 1)):  # test_device_that_stops.py draws many others
         after = 0
         while stands_still(world, name, after):
             after += step

@@ -177,7 +177,7 @@ def command(code: str) -> list[str]:
         ("import time; time.sleep(30)", "a job of two ranks did not end within 0.4 s"),
     ],
 )
-def test_why_a_job_has_failed(code: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_job_says_why(code: str, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probing, "COMMAND", command(code))
     limit = 0.8 if "sleep" in code else None
     assert probing.why_it_fails(limit) == why

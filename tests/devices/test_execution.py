@@ -69,7 +69,7 @@ def jobs_of(collective: str) -> list[Job]:
 
 @pytest.mark.parametrize("size", QUEUE_LENGTHS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_algorithm(collective: str, size: int) -> None:
+def test_every_algorithm_gives_the_serial_result_on_devices(collective: str, size: int) -> None:
     gpu().reset(seed=size, queue_length=QUEUE_LENGTHS[size])
     jobs = [job for job in jobs_of(collective) if job.size == size]
     all_of_them = [job for job in all_jobs(size) if job.collective == collective]
@@ -84,7 +84,7 @@ def test_every_algorithm(collective: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_orders(seed: int) -> None:
+def test_results_do_not_depend_on_the_order_in_which_devices_execute(seed: int) -> None:
     gpu().reset(seed, queue_length=8 + seed)
 
     def every(comm: Communicator) -> None:
@@ -96,7 +96,7 @@ def test_random_orders(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ON_GPU)
-def test_every_dtype(dtype: str) -> None:
+def test_every_dtype_is_combined_on_devices(dtype: str) -> None:
     ops = [op for op, dtypes in OPS.items() if dtype in dtypes]
 
     def every(comm: Communicator) -> None:
@@ -109,7 +109,7 @@ def test_every_dtype(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("scenario", [scenarios.mixed_program, scenarios.plan_reads_afresh])
-def test_programs(scenario: Any) -> None:
+def test_programs_on_devices_do_what_they_do_on_the_host(scenario: Any) -> None:
     run(lambda comm: scenario(comm, on_device, on_host), 3)
 
 
@@ -384,7 +384,7 @@ def test_a_call_in_which_some_arrays_are_on_the_host_is_staged(on_host_here: set
     assert is_staged()
 
 
-def test_calls_of_both_kinds_in_any_order() -> None:
+def test_calls_with_host_and_device_arrays_follow_each_other_in_any_order() -> None:
     def body(comm: Communicator) -> None:
         rng = np.random.default_rng(5)
         for _ in range(60):
@@ -493,7 +493,7 @@ def test_ranks_of_other_hosts_are_staged(
     assert gpu().bytes_copied["DtoH"] > 0 and gpu().num_calls["cuStreamWaitEvent"] > 100
 
 
-def test_staged_is_staged() -> None:
+def test_calls_are_staged_if_device_is_staged() -> None:
     run(lambda comm: comm.all_reduce(on_device(np.ones(3))), 3, device="staged")
     assert is_staged()
     with pytest.raises(ValueError, match="'peer' or 'direct' or 'staged', not 'cuda'"):
@@ -661,7 +661,7 @@ def test_another_device_of_a_rank_is_staged() -> None:
 # Several calls at once
 
 
-def test_more_calls_under_way_than_there_are_slots() -> None:
+def test_more_calls_may_be_under_way_than_there_are_slots() -> None:
     def body(comm: Communicator) -> None:
         arrays = [on_device(np.full(5, comm.rank + float(k))) for k in range(60)]
         works = [comm.all_reduce(x, async_op=True) for x in arrays]
@@ -671,7 +671,7 @@ def test_more_calls_under_way_than_there_are_slots() -> None:
     run(body, 3)
 
 
-def test_calls_that_ranks_wait_for_in_different_orders() -> None:
+def test_ranks_may_wait_for_calls_in_different_orders() -> None:
     def body(comm: Communicator) -> None:
         other = comm.split(0)
         works = [c.all_reduce(on_device(np.ones(4)), async_op=True) for c in (comm, other) * 3]
@@ -706,7 +706,7 @@ def test_all_slots_are_given_back() -> None:
     run(body, 3)
 
 
-def test_plans_that_ranks_run_in_different_orders() -> None:
+def test_ranks_may_run_plans_in_different_orders() -> None:
     def body(comm: Communicator) -> None:
         arrays = [on_device(np.full(6, float(k))) for k in range(32)]
         plans = [comm.plan.all_reduce(x) for x in arrays]
@@ -741,7 +741,7 @@ def test_a_queue_that_is_full_blocks_no_other_call() -> None:
     run(body, 3)
 
 
-def test_more_plans_than_there_is_room_for() -> None:
+def test_there_may_be_more_plans_than_there_is_room_for() -> None:
     def body(comm: Communicator) -> None:
         plans = [comm.plan.all_reduce(on_device(np.full(2, float(k)))) for k in range(70)]
         for k, plan in enumerate(plans):
@@ -767,7 +767,7 @@ def test_a_plan_of_which_one_rank_has_a_host_array_is_staged() -> None:
     run(body, 3)
 
 
-def test_communicators_come_and_go() -> None:
+def test_freed_communicators_make_room_for_others() -> None:
     def body(comm: Communicator) -> None:
         for _ in range(12):  # more than a rank has areas for
             other = comm.split(0)
@@ -778,7 +778,7 @@ def test_communicators_come_and_go() -> None:
     assert not is_staged()
 
 
-def test_more_communicators_than_there_is_room_for() -> None:
+def test_communicators_for_which_there_is_no_room_are_staged() -> None:
     def body(comm: Communicator) -> None:
         others = [comm.split(0) for _ in range(12)]
         for other in (*others, *others):
@@ -790,7 +790,7 @@ def test_more_communicators_than_there_is_room_for() -> None:
     assert is_staged()
 
 
-def test_calls_that_begin_in_another_order_than_that_of_their_numbers() -> None:
+def test_calls_may_begin_in_another_order_than_that_of_their_numbers() -> None:
     """A call with a header begins later than the call on host arrays that follows it."""
 
     def body(comm: Communicator) -> None:
@@ -974,7 +974,7 @@ def test_a_lowering_without_awaits_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     gpu().violations.clear()
 
 
-def test_all_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_communicator_releases_everything_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Devices] = []
     right = Devices.__init__
 

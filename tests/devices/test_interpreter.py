@@ -169,7 +169,7 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return binary
 
 
-def test_every_algorithm(binary: Path, tmp_path: Path) -> None:
+def test_every_algorithm_gives_what_its_device_programs_say(binary: Path, tmp_path: Path) -> None:
     check(binary, every_run([1, 2, 3, 4]), tmp_path)
 
 

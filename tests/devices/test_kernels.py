@@ -251,7 +251,7 @@ def test_a_kernel_gives_what_the_host_gives(library: ctypes.CDLL, function: str,
 
 @pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.parametrize(("function", "name"), COMBINATIONS)
-def test_special_values_with_each_other(
+def test_special_values_are_combined_as_on_the_host(
     library: ctypes.CDLL, function: str, name: str, is_left: bool
 ) -> None:
     some = special(dtype(name))
@@ -263,7 +263,7 @@ def test_special_values_with_each_other(
 
 
 @pytest.mark.parametrize("name", FLOATS + COMPLEX)
-def test_quotients(library: ctypes.CDLL, name: str) -> None:
+def test_quotients_are_those_of_the_host(library: ctypes.CDLL, name: str) -> None:
     check_all(library[f"divide_{name}"], "divide", dtype(name))
 
 
@@ -287,7 +287,9 @@ def rounded(library: ctypes.CDLL, name: str, x: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", TWO_BYTES)
-def test_rounding_to_two_bytes(library: ctypes.CDLL, name: str) -> None:
+def test_numbers_are_rounded_to_two_bytes_as_numpy_rounds_them(
+    library: ctypes.CDLL, name: str
+) -> None:
     with np.errstate(all="ignore"):
         x = between(dtype(name))
         assert_same_bits(rounded(library, name, x), x.astype(dtype(name)))
@@ -465,7 +467,7 @@ def test_nvidias_compiler_refuses_what_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(("function", "kind"), NOT_SERVED, ids=str)
-def test_there_is_no_kernel(function: str, kind: Any) -> None:
+def test_dtypes_and_functions_without_a_kernel_have_no_source(function: str, kind: Any) -> None:
     assert combine_source(function, np.dtype(kind)) is None
     assert interpreter_source(function, np.dtype(kind)) is None
 
@@ -475,7 +477,7 @@ def test_there_is_no_kernel(function: str, kind: Any) -> None:
     [np.int64, np.bool_, np.longdouble, ">f8", object, "m8[s]", ml_dtypes.float8_e4m3],
     ids=str,
 )
-def test_no_kernel_divides(kind: Any) -> None:
+def test_dtypes_that_no_kernel_divides_have_no_source(kind: Any) -> None:
     assert divide_source(np.dtype(kind)) is None
     assert combine_source("add", np.dtype(ml_dtypes.int4)) is None
 
@@ -502,7 +504,7 @@ def test_numpy_is_asked_which_zero_is_the_lesser(
     ("num_bytes", "blocks"),
     [(0, 1), (1, 1), (4096, 1), (4097, 2), (1056 * 4096, 1056), (1 << 40, 1056)],
 )
-def test_the_grid_of_a_launch(num_bytes: int, blocks: int) -> None:
+def test_the_grid_of_a_launch_follows_from_the_bytes(num_bytes: int, blocks: int) -> None:
     assert (num_blocks(num_bytes), THREADS) == (blocks, 256)
 
 

@@ -79,10 +79,10 @@ def test_the_host_time_of_calls_is_measured() -> None:
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_every_algorithm(num_ranks: int) -> None:
+def test_every_algorithm_is_right_over_mpi(num_ranks: int) -> None:
     JOBS.check(EVERY[0], num_ranks)
 
 
 @pytest.mark.timeout(100)
-def test_algorithms_as_kernels() -> None:
+def test_algorithms_as_kernels_are_right_over_mpi() -> None:
     JOBS.check(EVERY[1], 3)

@@ -75,7 +75,7 @@ def jobs_of(collective: str) -> list[Job]:
 
 @pytest.mark.parametrize("size", QUEUE_LENGTHS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_every_algorithm(collective: str, size: int) -> None:
+def test_every_algorithm_is_right_when_it_runs_again(collective: str, size: int) -> None:
     gpu().reset(seed=size, queue_length=QUEUE_LENGTHS[size])
     jobs = [job for job in jobs_of(collective) if job.size == size]
     all_of_them = [job for job in all_jobs(size) if job.collective == collective]
@@ -303,7 +303,7 @@ def test_ranks_that_come_while_they_are_looked_for_are_not_elsewhere(
     assert len(records) == 4 * 2  # the links, and the first call
 
 
-def test_more_calls_than_are_kept(records: list[int]) -> None:
+def test_more_kinds_of_calls_may_be_made_than_are_kept(records: list[int]) -> None:
     num_calls = kept.MOST_CALLS + 3
 
     def body(comm: Communicator) -> None:
@@ -359,7 +359,7 @@ def calls_of_a_kind_under_way(comm: Communicator) -> None:
             random.Random(10 * turn + comm.rank).shuffle(idle)
 
 
-def test_calls_of_a_kind_under_way_at_once() -> None:
+def test_calls_of_one_kind_may_be_under_way_at_once() -> None:
     run(calls_of_a_kind_under_way, 3)
     assert BACKEND.bytes_to_host == 0
 
@@ -367,7 +367,7 @@ def test_calls_of_a_kind_under_way_at_once() -> None:
 # Plans
 
 
-def test_plans_in_any_order() -> None:
+def test_ranks_may_repeat_plans_in_any_order() -> None:
     gpu().reset(seed=3, queue_length=8)
 
     def body(comm: Communicator) -> None:

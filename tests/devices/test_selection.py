@@ -288,7 +288,7 @@ def test_an_explanation_says_what_runs() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "longdouble"])
-def test_an_explanation_of_a_call_that_is_always_staged(dtype: str) -> None:
+def test_a_call_that_is_always_staged_is_explained_as_staged(dtype: str) -> None:
     def body(comm: Communicator) -> None:
         x = on_device(vector(comm).astype(dtype))
         told = comm.explain("all_reduce", x)
@@ -311,7 +311,7 @@ def measured(*best: str) -> dict[str, Any]:
     return {"machine": None, "measured": by(("linear",)), "measured_on_devices": by(best)}
 
 
-def test_measurements_choose(tmp_path: Path) -> None:
+def test_measurements_on_devices_choose_the_algorithm(tmp_path: Path) -> None:
     path = tmp_path / "decisions.json"
     path.write_text(json.dumps(measured("reduce_broadcast")))
 

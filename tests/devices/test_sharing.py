@@ -31,7 +31,7 @@ def test_ranks_that_leave_gpus_unused_are_told_once(caplog: pytest.LogCaptureFix
     [({0: A, 1: B}, 4), ({0: A, 1: A}, 1), ({0: A, 1: B, 2: A}, 2)],
     ids=["one each", "there is one", "all are used"],
 )
-def test_others_are_told_nothing(
+def test_ranks_that_leave_no_gpu_unused_are_told_nothing(
     uuids: dict[int, bytes], num_devices: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     tell_of_sharing(uuids, num_devices)

@@ -12,7 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), [("plan", 2), ("call", 3)])
-def test_an_operator_that_fails_half_way(kind: str, num_ranks: int) -> None:
+def test_an_operator_that_fails_half_way_leaves_nothing_under_way(
+    kind: str, num_ranks: int
+) -> None:
     done = launch(
         num_ranks,
         ["-m", "tests.engines.failure_program", kind],

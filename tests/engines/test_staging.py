@@ -51,7 +51,7 @@ def test_the_host_cannot_look_into_a_fake_device_array() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_every_algorithm_on_device_arrays(size: int) -> None:
+def test_every_algorithm_serves_device_arrays(size: int) -> None:
     def every(comm: Communicator) -> None:
         # The way of arrays to the host and back is the same for all sizes.
         for job in all_jobs(size) if size == 3 else all_jobs(size)[size::4]:
@@ -234,7 +234,7 @@ def test_host_memory_that_changes_while_it_is_copied_makes_a_wrong_result() -> N
 
 
 @pytest.mark.parametrize("scenario", [scenarios.mixed_program, scenarios.plan_reads_afresh])
-def test_device_programs(scenario: object) -> None:
+def test_programs_on_device_arrays_do_what_they_do_on_the_host(scenario: object) -> None:
     run(lambda comm: scenario(comm, on_device, on_host), 3)
 
 

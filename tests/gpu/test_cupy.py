@@ -30,7 +30,7 @@ def to_host(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_algorithm(size: int) -> None:
+def test_every_algorithm_gives_the_serial_result_on_a_gpu(size: int) -> None:
     def every(comm: Communicator) -> None:
         for job in all_jobs(size):
             scenarios.perform_on_device(comm, job, cupy.asarray, to_host)
@@ -41,7 +41,7 @@ def test_every_algorithm(size: int) -> None:
     collectives.run(every, size, timeout=SECONDS)
 
 
-def test_every_third_call_staged() -> None:
+def test_staged_calls_give_the_serial_result() -> None:
     def every(comm: Communicator) -> None:
         for job in all_jobs(comm.size)[::3]:
             scenarios.perform_on_device(comm, job, cupy.asarray, to_host)
@@ -51,7 +51,7 @@ def test_every_third_call_staged() -> None:
 
 
 @pytest.mark.parametrize("dtype", ON_CUPY)
-def test_every_dtype(dtype: str) -> None:
+def test_every_dtype_is_combined_on_a_gpu(dtype: str) -> None:
     ops = [op for op, dtypes in OPS.items() if dtype in dtypes]
 
     def every(comm: Communicator) -> None:
@@ -64,12 +64,12 @@ def test_every_dtype(dtype: str) -> None:
 
 @pytest.mark.parametrize("device", MODES)
 @pytest.mark.parametrize("scenario", [scenarios.mixed_program, scenarios.plan_reads_afresh])
-def test_programs(scenario: Any, device: Any) -> None:
+def test_programs_on_a_gpu_do_what_they_do_on_the_host(scenario: Any, device: Any) -> None:
     run = collectives.run
     run(lambda comm: scenario(comm, cupy.asarray, to_host), 3, timeout=SECONDS, device=device)
 
 
-def test_operators_of_the_callers() -> None:
+def test_operators_of_the_caller_are_applied_in_rank_order() -> None:
     """They are functions in Python, for which all messages are staged."""
 
     def every(comm: Communicator) -> None:
@@ -107,7 +107,7 @@ def test_a_call_under_way_stays_on_the_callers_stream(device: Any) -> None:
     collectives.run(body, 2, timeout=SECONDS, device=device)
 
 
-def test_host_and_device_arrays_in_one_call() -> None:
+def test_one_call_may_have_host_and_device_arrays() -> None:
     """Ranks that pass arrays of the host are noticed, and all messages of the call are staged."""
 
     def body(comm: Communicator) -> None:

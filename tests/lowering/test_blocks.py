@@ -45,7 +45,7 @@ def prove(calls: Sequence[Case], record: Callable[[str, object], None]) -> None:
 
 
 @each_algorithm
-def test_every_algorithm(
+def test_every_algorithm_in_blocks_is_proved(
     collective: str, name: str, record_property: Callable[[str, object], None]
 ) -> None:
     for size in filter(algorithms.info(collective, name).serves, (1, 2, 3, 4, 5, 8)):
@@ -53,7 +53,7 @@ def test_every_algorithm(
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_different_collectives_in_a_row(
+def test_different_collectives_in_a_row_are_proved_in_blocks(
     seed: int, record_property: Callable[[str, object], None]
 ) -> None:
     rng = random.Random(seed)

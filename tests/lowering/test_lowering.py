@@ -48,26 +48,32 @@ def prove(calls: Sequence[Case], record: Record) -> None:
 
 
 @each_algorithm
-def test_every_algorithm_on_few_ranks(collective: str, name: str, record_property: Record) -> None:
+def test_every_algorithm_is_proved_on_few_ranks(
+    collective: str, name: str, record_property: Record
+) -> None:
     for size in (1, 2, 3, 4):
         prove([*cases(collective, name, [size], 16)], record_property)
 
 
 @each_algorithm
-def test_every_algorithm_on_more_ranks(collective: str, name: str, record_property: Record) -> None:
+def test_every_algorithm_is_proved_on_more_ranks(
+    collective: str, name: str, record_property: Record
+) -> None:
     """Of each size half of the kinds of counts, of two sizes all of them."""
     for size in (5, 6, 7, 8, 9):
         prove([*cases(collective, name, [size], 2)], record_property)
 
 
 @each_algorithm
-def test_every_algorithm_on_many_ranks(collective: str, name: str, record_property: Record) -> None:
+def test_every_algorithm_is_proved_on_many_ranks(
+    collective: str, name: str, record_property: Record
+) -> None:
     size = random.Random(name).choice((12, 13, 16, 18))
     prove([*cases(collective, name, [size], 2)], record_property)
 
 
 @each_algorithm
-def test_every_algorithm_with_other_options(
+def test_every_algorithm_is_proved_with_other_options(
     collective: str, name: str, record_property: Record
 ) -> None:
     rng = random.Random(name)
@@ -80,7 +86,7 @@ def test_every_algorithm_with_other_options(
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_different_collectives_in_a_row(seed: int, record_property: Record) -> None:
+def test_different_collectives_in_a_row_are_proved(seed: int, record_property: Record) -> None:
     rng = random.Random(seed)
     size = rng.randrange(2, 7)
     entries = [entry for entry in EVERY if algorithms.info(*entry).serves(size)]
@@ -129,7 +135,7 @@ def test_what_peers_have_read_is_awaited_only_where_it_is_overwritten() -> None:
     assert lowered("ring", 8)[0].counts["await"] == 15
 
 
-def test_nothing_of_no_bytes_is_copied() -> None:
+def test_a_copy_of_no_bytes_is_left_out() -> None:
     for collective, name in EVERY:
         for case in cases(collective, name, [4], 12):
             for operation in (x for program in case.lowered() for x in program.operations):
@@ -191,7 +197,7 @@ def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
         (Case("all_reduce", "all_gather_reduce", 3, 9, segments=5), "goes back"),
     ],
 )
-def test_to_read_everything_where_it_lies_is_noticed(
+def test_reading_everything_where_it_lies_is_noticed(
     case: Case, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verify_lowered(case.call())
@@ -291,7 +297,7 @@ def test_a_wrong_operand_is_noticed() -> None:
                 verify_lowered(case.call(changed(programs, rank, at, change)))
 
 
-def test_to_write_into_the_memory_of_a_peer_is_noticed() -> None:
+def test_writing_into_the_memory_of_a_peer_is_noticed() -> None:
     case = Case("broadcast", "binomial", 2, 4)
     programs = case.lowered()
     _, (rank, at, operation) = positions(programs, DeviceKind.COPY)

@@ -73,7 +73,7 @@ def test_every_gate_trains(gate: str) -> None:
         ("--dispatch", "flat", "--padding", "none", "--payload", "same"),  # the defaults, by name
     ],
 )
-def test_options(words: tuple[str, ...]) -> None:
+def test_every_option_sends_what_was_predicted(words: tuple[str, ...]) -> None:
     """Also without an axis for experts: then each rank has all of them."""
     has_axis = {"--strategy", "--mesh"} & set(words)
     assert run("--moe", "switch", *words, *(() if has_axis else ("--mesh", "expert=2"))) == 0
@@ -228,7 +228,7 @@ def test_another_routing_gives_another_prediction(tmp_path: Path) -> None:
         (("--moe", "switch", "--routing", __file__), "no log of routings"),
     ],
 )
-def test_what_is_refused(words: tuple[str, ...], message: str) -> None:
+def test_options_that_cannot_work_are_refused(words: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run(*words)
 
@@ -240,7 +240,7 @@ def test_what_is_refused(words: tuple[str, ...], message: str) -> None:
         (("--strategy", "server-sync"), ("--bucket-bytes", "9")),
     ],
 )
-def test_what_is_said_to_work_works(refused: tuple[str, ...], kept: tuple[str, ...]) -> None:
+def test_a_mesh_that_is_advised_works(refused: tuple[str, ...], kept: tuple[str, ...]) -> None:
     """Each axis, stage and name in the sentence, in place of the words that are refused."""
     words = ("--moe", "switch", "--moe-every", "1", *kept)
     with pytest.raises(ValueError, match="; this works: ") as caught:
@@ -257,7 +257,7 @@ def test_without_experts_no_axis_for_them_is_advised() -> None:
     assert "tensor" in str(caught.value) and "expert" not in str(caught.value)
 
 
-def test_a_dense_model_trains_as_by_the_command_for_them(tmp_path: Path) -> None:
+def test_a_dense_model_trains_as_by_the_command_for_dense_models(tmp_path: Path) -> None:
     """What is written is the same, but for times and options that only one of them has."""
     written = []
     for number, command in enumerate((COMMAND.main, parallel.train.COMMAND.main)):

@@ -709,7 +709,7 @@ def test_a_datatype_may_be_freed_while_its_call_is_under_way(comm: collectives.I
     assert comm.rank == 0 or (data[1::2] == -1).all()
 
 
-def test_operations_on_derived_datatypes(comm: collectives.Intracomm) -> None:
+def test_operations_are_applied_to_derived_datatypes(comm: collectives.Intracomm) -> None:
     size, rank = comm.size, comm.rank
 
     def add(left: MPI.buffer, right: MPI.buffer, _: MPI.Datatype) -> None:

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-def test_programs(world: Communicator, scenario: Callable[[Communicator], None]) -> None:
+def test_programs_run_over_mpi(
+    world: Communicator, scenario: Callable[[Communicator], None]
+) -> None:
     scenario(world)
 
 
@@ -69,7 +71,9 @@ def test_a_message_of_the_wrong_length_is_noticed(mpi_world: MPI.Intracomm) -> N
 
 
 @pytest.mark.parametrize(("device", "every"), [("auto", 36), ("staged", 9)])
-def test_device_arrays(mpi_world: MPI.Intracomm, device: Any, every: int) -> None:
+def test_device_arrays_are_served_over_mpi(
+    mpi_world: MPI.Intracomm, device: Any, every: int
+) -> None:
     comm = collectives.wrap(mpi_world, device=device)
     # All of them run on threads.  Other ones on each number of ranks; those that stay on the
     # device are also in `tests/devices/test_over_mpi.py`.

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-def test_programs(mpi_world: MPI.Intracomm, scenario: Callable[[Communicator], None]) -> None:
+def test_programs_run_while_a_thread_advances_the_calls(
+    mpi_world: MPI.Intracomm, scenario: Callable[[Communicator], None]
+) -> None:
     scenario(collectives.world(progress="thread"))
 
 

@@ -147,7 +147,7 @@ def test_a_ring_needs_at_most_4_mib_of_scratch(
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
-def test_large_arrays_at_awkward_counts_and_places(op: str) -> None:
+def test_large_arrays_at_awkward_counts_and_places_are_right(op: str) -> None:
     num_elements = 3 * lanes.SEGMENT_BYTES // 8 * 3 + 5
 
     def body(comm: Communicator) -> None:

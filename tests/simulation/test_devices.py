@@ -14,7 +14,7 @@ LINK = DeviceLink(
 )
 
 
-def test_one_combination_of_two_ranks() -> None:
+def test_one_combination_of_two_ranks_takes_the_time_of_its_calls_and_bytes() -> None:
     programs = Case("all_reduce", "one_shot", 2, 4).lowered()
     # Signal and await are one call.  The combination reads 2 x 16 bytes and writes 16.
     begun = 1 + 1000

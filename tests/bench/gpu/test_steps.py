@@ -129,7 +129,7 @@ def test_without_an_mpi_it_says_what_is_left_out(tmp_path, monkeypatch, capsys):
     assert "collectives.launch" not in said and "parallel.train" in said
 
 
-def test_its_numbers_become_tables_of_the_documents(tmp_path, monkeypatch):
+def test_the_numbers_become_tables_of_the_documents(tmp_path, monkeypatch):
     """Steps run on the host here; a run without an MPI has no numbers of collectives."""
     monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
     monkeypatch.setattr(gpu, "SIZES", "-b 1K -e 1K -w 0 -n 1 -m 1 --algorithm all --call")

@@ -94,5 +94,5 @@ def test_a_result_that_never_came_is_wrong():
     assert check.num_wrong(buffers.y) == 60
 
 
-def test_two_byte_floats():
+def test_right_results_of_two_byte_floats_pass():
     assert wrong_after("all_reduce", out_of_place, ml_dtypes.bfloat16) == [0] * SIZE

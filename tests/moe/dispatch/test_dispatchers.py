@@ -42,7 +42,9 @@ HOSTS = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 2), (4, 1), (8, 2), (8, 4)]
 
 
 @pytest.mark.parametrize(("name", "hosts", "dtype"), pairwise(GATES, HOSTS, CLOSE))
-def test_hierarchical_is_as_on_one_rank(name: str, hosts: tuple[int, int], dtype: str) -> None:
+def test_hierarchical_dispatch_is_as_on_one_rank(
+    name: str, hosts: tuple[int, int], dtype: str
+) -> None:
     """With one host, several, and hosts of one rank; all that is sent and kept is predicted."""
     size, ranks_per_host = hosts
     setup = Setup(name, size=size, num_parts=1 + size % 3, dtype=dtype)
@@ -109,7 +111,7 @@ def test_a_row_that_is_lost_or_doubled_is_noticed(
 
 
 @pytest.mark.parametrize(("name", "size", "hidden"), pairwise(GATES, SIZES, [1, 40]))
-def test_cheaper_sends_weights_or_tokens(name: str, size: int, hidden: int) -> None:
+def test_cheaper_dispatch_sends_weights_or_tokens(name: str, size: int, hidden: int) -> None:
     """Whichever are fewer bytes, and one number for each rank to decide."""
     setup = Setup(name, size=size, hidden=hidden)
     found = check_all(setup._replace(dispatch="cheaper"), alone(setup))
@@ -122,7 +124,7 @@ def test_cheaper_sends_weights_or_tokens(name: str, size: int, hidden: int) -> N
         assert {k: n for k, n in bytes_of(found).items() if k != "choice"} == wanted
 
 
-def test_cheaper_changes_from_one_to_the_other() -> None:
+def test_cheaper_dispatch_changes_from_weights_to_tokens() -> None:
     """By the size of the experts, for the same routing."""
     small, large = (Setup("stable", size=4, hidden=n, dispatch="cheaper") for n in (1, 40))
     assert "weights" in bytes_of(small.run(alone(small).log))
@@ -145,7 +147,9 @@ def test_gathered_weights_are_as_on_one_rank(name: str, size: int, dtype: str) -
         [2, 4, 8],
     ),
 )
-def test_experts_drop_the_same(name: str, dispatch: str, size: int) -> None:
+def test_experts_drop_the_same_elements_whatever_the_dispatch(
+    name: str, dispatch: str, size: int
+) -> None:
     """Dropout inside experts goes by the tokens, whose numbers are sent with them."""
     setup = Setup(name, size=size, num_parts=2, dropout=0.4)
     one = alone(setup)
@@ -165,7 +169,7 @@ def hierarchical(setup: Setup, ranks_per_host: int) -> Setup:
 
 
 @pytest.mark.parametrize("name", ["gshard", "v-moe", "stable", "bias", "sigmoid", "expert-choice"])
-def test_hierarchical_sends_fewer_bytes_between_hosts(name: str) -> None:
+def test_hierarchical_dispatch_sends_fewer_bytes_between_hosts(name: str) -> None:
     """Than flat, where tokens have several experts and rows have 64 numbers.
 
     The capacity is large enough for second choices.
@@ -176,7 +180,7 @@ def test_hierarchical_sends_fewer_bytes_between_hosts(name: str) -> None:
     assert once < flat
 
 
-def test_hierarchical_sends_more_bytes_between_hosts_of_tokens_with_one_expert() -> None:
+def test_hierarchical_dispatch_sends_more_bytes_between_hosts_of_tokens_with_one_expert() -> None:
     flat, once = sent_between_hosts(Setup("switch", 8, size=8, dim=64))
     assert once > flat
 
@@ -314,7 +318,7 @@ def test_the_hosts_of_the_communicator_count_if_none_are_given() -> None:
         ({"dispatch": "cheaper", "padding": "capacity"}, "padding must be none"),
     ],
 )
-def test_what_is_refused(options: dict[str, object], words: str) -> None:
+def test_dispatchers_that_cannot_work_are_refused(options: dict[str, object], words: str) -> None:
     """On three ranks along expert."""
 
     def make(comm: Communicator) -> None:

@@ -61,7 +61,7 @@ def test_training_equals_one_rank(schedule: str, axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
-def test_other_ways_to_shard(zero: int) -> None:
+def test_other_ways_to_shard_equal_one_rank(zero: int) -> None:
     """Units that exist while a layer runs leave no turns: layers follow each other."""
     ends = check(overlapped(zero=zero))
     assert all(bool(num_slots(end.trainer)) == (zero == 0) for end in ends)
@@ -78,7 +78,7 @@ def test_other_ways_to_shard(zero: int) -> None:
         Mixture("expert-choice", blocks=4, padding="capacity"),
     ],
 )
-def test_other_mixtures(mixture: Mixture) -> None:
+def test_other_mixtures_equal_one_rank(mixture: Mixture) -> None:
     check(overlapped(mixture=mixture, expert=4 if mixture.ranks_per_host else 2))
 
 
@@ -91,7 +91,7 @@ def test_ranks_wait_equally_often(monkeypatch: pytest.MonkeyPatch, dispatch: str
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_layers_that_run_again(schedule: str) -> None:
+def test_layers_that_run_again_equal_one_rank(schedule: str) -> None:
     """Blocks keep their inputs; what a backward computes again is counted in order too."""
     ends = check(overlapped(schedule, Again(blocks=4), expert=2))
     assert all(end.trainer.micro_batches.num_recomputed for end in ends)
@@ -106,7 +106,7 @@ class Again(Mixture):
         return Model(model.layers, recompute=["block*"] if several else [], mesh=mesh)
 
 
-def test_activations_on_disk(tmp_path: Path) -> None:
+def test_activations_on_disk_come_back_in_the_order_of_the_actions(tmp_path: Path) -> None:
     """They come back in the order of the actions."""
     setup = overlapped(expert=2)
     alone = setup.alone()  # first: of which the routing is predicted

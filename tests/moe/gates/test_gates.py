@@ -146,7 +146,9 @@ def test_no_token_is_lost_or_doubled() -> None:
         ("gshard", (10, 1, 1, 1.1), 11),
     ],
 )
-def test_capacities(rule: str, given: tuple[int, int, int, float], wanted: int) -> None:
+def test_each_rule_gives_its_capacity(
+    rule: str, given: tuple[int, int, int, float], wanted: int
+) -> None:
     """Also of a factor that is a number of NumPy."""
     *sizes, factor = given
     assert RULES[rule](*given) == RULES[rule](*sizes, np.float64(factor)) == wanted
@@ -234,7 +236,7 @@ def test_batch_priority_drops_the_least_sure_tokens() -> None:
     assert [logits[::-1][i, 0] for i in (4, 5)] == [3.0, 1.0]  # a sure one is dropped
 
 
-def test_sigmoid_uses_few_nodes() -> None:
+def test_the_sigmoid_gate_uses_few_nodes() -> None:
     gate = made("sigmoid", 8, num_nodes=4, most_nodes=2, k=3)
     given = inputs(experts=8)
     routing = route(gate, given).routing
@@ -282,7 +284,7 @@ def test_hash_routing_depends_on_the_token_alone_and_spreads_the_vocabulary() ->
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_extreme_numbers_of_experts_and_tokens(name: str) -> None:
+def test_extreme_numbers_of_experts_and_tokens_are_routed(name: str) -> None:
     """One expert, k = E, all tokens to one expert, and no tokens at all."""
     plain = {"sigmoid": {"num_nodes": 1}}.get(name, {})
     has_k = name not in ("gshard", "switch", "expert-choice")
@@ -331,7 +333,7 @@ def test_extreme_numbers_of_experts_and_tokens(name: str) -> None:
         (lambda: made("switch").forward(np.zeros((4, 4)), num_groups=0), "do not divide 4"),
     ],
 )
-def test_what_is_refused(call: Any, words: str) -> None:
+def test_impossible_gates_are_refused(call: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         call()
 
@@ -367,7 +369,7 @@ def test_the_loss_of_gshard_is_that_of_its_program_and_with_another_weight_of_it
         assert gated.loss / TOKENS == pytest.approx(wanted, rel=1e-12)
 
 
-def test_squared_variation() -> None:
+def test_squared_variation_is_variance_over_squared_mean() -> None:
     value, _ = squared_variation(np.array([1.0, 3.0]))
     assert value == pytest.approx(0.25)
 
@@ -431,7 +433,7 @@ def test_init_scale_is_a_factor_of_the_variance_of_the_router_alone() -> None:
     assert made("switch").init_scale == 0.1
 
 
-def test_parts_of_a_routing() -> None:
+def test_parts_of_a_routing_are_joined_to_the_whole() -> None:
     whole = route(made("switch", capacity_factor=0.75), inputs(), groups=ROWS).routing
     parts = [whole.of_groups(0, 2), whole.of_groups(2, 6)]
     np.testing.assert_array_equal(joined(parts).table(), whole.table())

@@ -59,7 +59,9 @@ def label(value: Any) -> str:
         where=lambda name, padding, *_: padding != "capacity" or name in PADDED,
     ),
 )
-def test_all_is_as_on_one_rank(name: str, padding: str, size: int, dtype: str) -> None:
+def test_outputs_losses_and_derivatives_are_as_on_one_rank(
+    name: str, padding: str, size: int, dtype: str
+) -> None:
     """Outputs, losses, all derivatives; ranks without rows (8 ranks) and without experts (5)."""
     setup = Setup(name, size=size, padding=padding, num_parts=1 + size % 3, dtype=dtype)
     found = check_all(setup, alone(setup), dtype)
@@ -119,7 +121,7 @@ def test_rounded_payloads_are_as_on_one_rank_too(payload: str, padding: str) -> 
 
 
 @pytest.mark.parametrize("num_experts", [2, 3, 5, 8])
-def test_more_and_fewer_experts_than_ranks(num_experts: int) -> None:
+def test_more_and_fewer_experts_than_ranks_are_as_on_one_rank(num_experts: int) -> None:
     setup = Setup("stable", num_experts, size=4)
     check_equal(setup.run(alone(setup).log), alone(setup), 1e-12)
 
@@ -222,7 +224,7 @@ def loads_of(setup: Setup) -> Any:
     + [(ALL_TO_ONE[0], {"padding": "capacity"})],
     ids=label,
 )
-def test_all_tokens_to_one_expert(setup: Setup, way: dict[str, Any], size: int) -> None:
+def test_all_tokens_may_go_to_one_expert(setup: Setup, way: dict[str, Any], size: int) -> None:
     """With one choice, the other experts have no tokens; with two, they have the second choices.
 
     On 8 ranks the rank of the last expert has no tokens of its own.
@@ -241,7 +243,7 @@ ALL = [("gshard", 2, 2)] + [(name, 4, 4) for name in ("v-moe", "stable", "bias",
 
 @pytest.mark.parametrize("way", DISPATCHERS, ids=label)
 @pytest.mark.parametrize(("name", "num_experts", "k"), ONE + ALL)
-def test_one_expert_and_tokens_that_have_all_experts(
+def test_one_expert_and_tokens_that_have_all_experts_are_as_on_one_rank(
     name: str, num_experts: int, k: int, way: dict[str, Any]
 ) -> None:
     """On 4 ranks, of which 3 have no expert if there is one."""
@@ -266,7 +268,7 @@ def test_one_expert_and_tokens_that_have_all_experts(
         ({"padding": "some"}, "padding is 'some'"),
     ],
 )
-def test_what_is_refused(change: dict[str, Any], words: str) -> None:
+def test_impossible_layers_are_refused(change: dict[str, Any], words: str) -> None:
     gate = Setup(change.pop("gate", "switch")).make_gate()
     with pytest.raises(ValueError, match=words):
         MixtureOfExperts(DIM, gate, mlp, **change)

@@ -91,10 +91,10 @@ def check_crossed(moved: Counter[str], setup: Setup, rows: int) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_way(form: str) -> None:
+def test_every_way_to_dispatch_keeps_tokens_on_the_device(form: str) -> None:
     check(setup_of(form))
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_every_gate(name: str) -> None:
+def test_every_gate_keeps_tokens_on_the_device(name: str) -> None:
     check(Setup(name, size=2, dim=64))

@@ -120,11 +120,11 @@ def test_text_does_not_depend_on_the_mesh(axes: dict[str, int], temperature: flo
 
 
 @pytest.mark.parametrize("name", SAMPLED)
-def test_every_gate(name: str) -> None:
+def test_every_gate_gives_the_text_of_one_rank(name: str) -> None:
     check(run(name, expert=2, tensor=2), alone(name).texts)
 
 
-def test_tokens_that_are_sent_once_to_each_host() -> None:
+def test_tokens_that_are_sent_once_to_each_host_give_the_text_of_one_rank() -> None:
     check(
         run("stable", options={"dispatch": "hierarchical", "ranks_per_host": 2}, expert=4),
         alone("stable").texts,
@@ -132,7 +132,7 @@ def test_tokens_that_are_sent_once_to_each_host() -> None:
 
 
 @pytest.mark.parametrize("axes", [{"tensor": 3}, {"data": 3}, {"data": 2, "tensor": 2}])
-def test_a_model_without_experts(axes: dict[str, int]) -> None:
+def test_a_model_without_experts_gives_the_text_of_one_rank(axes: dict[str, int]) -> None:
     check(run(None, **axes), alone(None).texts)
 
 
@@ -291,7 +291,9 @@ def test_a_model_of_images_generates_no_text() -> None:
         ([b"a", b"b" * 30], {"num_tokens": 3}, "a prompt of 30 bytes and 3 more are 33"),
     ],
 )
-def test_impossible_requests(prompts: list[bytes], options: dict[str, Any], words: str) -> None:
+def test_impossible_requests_are_refused(
+    prompts: list[bytes], options: dict[str, Any], words: str
+) -> None:
     model = make(None, None)
     parameters = {unit: model.draw(unit, SEED) for unit in model.units}
     inference = Inference(Mesh(None), model, parameters, 2)

@@ -13,7 +13,7 @@ WEIGHTS = {"data": 1, "model": 4, "model-data": 2, "expert-data": 4, "expert-mod
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_what_ranks_divide(name: str) -> None:
+def test_ranks_divide_rows_and_weights_as_the_paper_says(name: str) -> None:
     """4 ranks train as one rank does; the paper's figure says how many parts there are."""
     ends = check(setup_of(Mixture("switch"), **layout(name, 4, 2)))
     parts = {end.trainer.batch_part for end in ends}
@@ -24,7 +24,7 @@ def test_what_ranks_divide(name: str) -> None:
     assert len(boxes) == WEIGHTS[name]
 
 
-def test_what_is_refused() -> None:
+def test_impossible_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match="there is no layout 'all'; choose from data, model"):
         layout("all", 4)
     with pytest.raises(ValueError, match="3 ranks for each weight do not divide 4 ranks"):

@@ -105,7 +105,7 @@ FORMS = {"none": [*GATES], "capacity": PADDED, "needed": ["bias", "gshard"]}
         where=lambda name, padding, _: name in FORMS[padding],
     ),
 )
-def test_every_gate(name: str, padding: str, axes: dict[str, int]) -> None:
+def test_every_gate_trains_as_one_rank(name: str, padding: str, axes: dict[str, int]) -> None:
     """Losses and parameters of 2 clipped steps; traffic and memory of each, to the byte."""
     check(setup_of(Mixture(name, padding=padding), **axes))
 
@@ -131,7 +131,7 @@ LAYOUTS: list[dict[str, int]] = [
 
 
 @pytest.mark.parametrize(("axes", "optimizer"), [*zip(LAYOUTS, cycle(OPTIMIZERS), strict=False)])
-def test_every_layout(axes: dict[str, int], optimizer: str) -> None:
+def test_every_layout_trains_as_one_rank(axes: dict[str, int], optimizer: str) -> None:
     """With a shared expert beside the others; and experts divided along tensor."""
     setup = setup_of(Mixture(num_shared=1, optimizer=optimizer), **axes)
     check(with_optimizer(setup, OPTIMIZERS[optimizer]))
@@ -153,7 +153,7 @@ def test_every_layout(axes: dict[str, int], optimizer: str) -> None:
         ("cheaper", {"expert": 2, "tensor": 2}),
     ],
 )
-def test_every_way_to_dispatch(dispatch: str, axes: dict[str, int]) -> None:
+def test_every_way_to_dispatch_trains_as_one_rank(dispatch: str, axes: dict[str, int]) -> None:
     """On hosts, of 2 or 4 ranks, with two places along expert."""
     on_host = 2 * axes.get("tensor", 1) if dispatch == "hierarchical" else None
     check(setup_of(Mixture("stable", dispatch=dispatch, ranks_per_host=on_host), **axes))
@@ -169,14 +169,14 @@ def test_every_way_to_dispatch(dispatch: str, axes: dict[str, int]) -> None:
         {"tensor": 3},
     ],
 )
-def test_dropout(axes: dict[str, int]) -> None:
+def test_dropout_trains_as_one_rank(axes: dict[str, int]) -> None:
     """In dense layers and, at twice the rate, in experts."""
     check(setup_of(Mixture("gshard", dropout=0.2, num_shared=1), **axes))
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize("axes", [{"data": 2, "expert": 2}, {"expert": 2}])
-def test_every_way_to_shard(axes: dict[str, int], zero: int) -> None:
+def test_every_way_to_shard_trains_as_one_rank(axes: dict[str, int], zero: int) -> None:
     check(setup_of(Mixture("stable"), zero, **axes))
 
 

@@ -174,11 +174,11 @@ def test_a_layer_sends_what_is_said(axes: dict[str, int], per_host: int, options
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_every_gate(gate: str) -> None:
+def test_every_gate_sends_what_is_said(gate: str) -> None:
     compare(step_of(routed(gate), gate), {"data": 2, "expert": 4}, 2)
 
 
-def test_tokens_sent_once_to_each_host() -> None:
+def test_tokens_sent_once_to_each_host_send_what_is_said() -> None:
     options = {"dispatch": "hierarchical", "ranks_per_host": 2}
     compare(step_of(routed("bias"), "bias"), {"expert": 4}, 2, **options)
 
@@ -237,7 +237,7 @@ def test_a_trainer_without_arrays_predicts_what_one_with_arrays_does(axes: dict[
     assert predict_calls(replace(step, num_micro_batches=1), axes) != wanted
 
 
-def test_experts_across_hosts_beside_a_pipeline() -> None:
+def test_experts_and_pipelines_across_hosts_send_what_is_computed_by_hand() -> None:
     """By hand: 2 messages of s b h for the boundary, 4 all-to-alls for each layer."""
     step = step_of(uniform(model_of("bias"), ROWS).log, "bias")
     found = compare_layouts(step, 2, 2)

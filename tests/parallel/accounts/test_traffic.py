@@ -56,12 +56,12 @@ def table(
     return TrafficTable(calls, ledger(recorded), observed, size=2, **options)
 
 
-def test_three_equal_columns() -> None:
+def test_three_equal_columns_pass() -> None:
     said = table(observed={"loss": SEEN}).check()
     assert said == "predicted = recorded = observed by MPI, to the byte"
 
 
-def test_two_columns_are_called_two() -> None:
+def test_without_observation_two_columns_are_compared() -> None:
     assert "two columns compared: MPI was not observed" in table().check()
 
 
@@ -83,13 +83,13 @@ def test_nothing_is_sent_by_one_rank_alone() -> None:
         RECORDED | {("loss", "send"): Tally(1, 1, 8)},
     ],
 )
-def test_a_record_that_differs(recorded: dict[tuple[str, str], Tally]) -> None:
+def test_a_record_that_differs_is_a_mismatch(recorded: dict[tuple[str, str], Tally]) -> None:
     with pytest.raises(TrafficMismatch, match="predicted"):
         table(recorded=recorded).check()
 
 
 @pytest.mark.parametrize("phase", ["loss", "other", OUTSIDE])
-def test_what_only_mpi_saw(phase: str) -> None:
+def test_a_message_that_only_mpi_saw_is_a_mismatch(phase: str) -> None:
     """One more empty message is enough, in a known phase, an unknown one or none."""
     more = {"loss": SEEN, phase: np.array([[[0, 1], [0, 0]], [[0, 0], [0, 0]]])}
     more[phase] = more[phase] + (SEEN if phase == "loss" else 0)
@@ -97,7 +97,7 @@ def test_what_only_mpi_saw(phase: str) -> None:
         table(observed=more).check()
 
 
-def test_the_same_bytes_between_the_wrong_ranks() -> None:
+def test_the_same_bytes_between_the_wrong_ranks_are_a_mismatch() -> None:
     swapped = SEEN.copy()
     swapped[1] = [[0, 60], [0, 0]]
     with pytest.raises(TrafficMismatch, match="predicted is not the one observed"):
@@ -112,7 +112,7 @@ def test_calls_of_one_phase_add_up() -> None:
 # Predicted calls
 
 
-def test_calls_of_several_groups() -> None:
+def test_calls_of_several_groups_are_counted_in_each() -> None:
     """Two groups of three: a ring sends 2 (p-1) p messages and 2 (p-1) n bytes in each."""
     call = PredictedCall("p", "all_reduce", "ring", 12, num_calls=5, groups=((0, 1, 2), (3, 4, 5)))
     assert call.sent(6) == Tally(2 * 5, 2 * 5 * 12, 2 * 5 * 48)
@@ -126,7 +126,7 @@ def test_groups_of_one_send_nothing() -> None:
 
 
 @pytest.mark.parametrize("collective", ["send", "send_recv"])
-def test_messages_from_one_to_another(collective: str) -> None:
+def test_messages_from_one_rank_to_another_have_no_number_of_calls(collective: str) -> None:
     """Their calls nobody counts, for the two ends number their own."""
     call = PredictedCall("p", collective, "point_to_point", 12, num_calls=5)
     assert call.sent(3) == Tally(None, 5, 60)
@@ -274,7 +274,7 @@ def test_rows_without_observation_have_no_sum() -> None:
 
 @pytest.mark.parametrize("key", BACKWARD_RECORDED)
 @pytest.mark.parametrize("more", [Tally(1, 0, 0), Tally(0, 1, 0), Tally(0, 0, 1)])
-def test_a_part_that_differs(key: tuple[str, str], more: Tally) -> None:
+def test_a_part_that_differs_is_a_mismatch(key: tuple[str, str], more: Tally) -> None:
     """Its own row says so, and where it is not only calls the sum does too."""
     made = backward(recorded=BACKWARD_RECORDED | {key: BACKWARD_RECORDED[key].plus(more)})
     assert made.rows[-1].recorded == made.rows[-1].predicted.plus(more)
@@ -282,7 +282,7 @@ def test_a_part_that_differs(key: tuple[str, str], more: Tally) -> None:
         made.check()
 
 
-def test_parts_that_differ_and_add_up_to_what_was_observed() -> None:
+def test_parts_that_differ_are_a_mismatch_though_they_add_up_to_what_was_observed() -> None:
     swapped = dict(zip(BACKWARD_RECORDED, reversed(BACKWARD_RECORDED.values()), strict=True))
     made = backward(recorded=swapped)
     assert made.rows[-1].is_equal
@@ -291,7 +291,7 @@ def test_parts_that_differ_and_add_up_to_what_was_observed() -> None:
 
 
 @pytest.mark.parametrize("what", [0, 1])
-def test_a_sum_that_differs(what: int) -> None:
+def test_a_sum_that_differs_is_a_mismatch(what: int) -> None:
     """MPI saw a message or a byte more."""
     seen = BACKWARD_SEEN.copy()
     seen[what, 0, 1] += 1
@@ -321,7 +321,7 @@ def test_what_no_watched_phase_holds_is_compared_with_what_left_outside() -> Non
         backward(observed={OUTSIDE: none, "loss": BACKWARD_SEEN}).check()
 
 
-def test_messages_beside_calls_in_one_phase() -> None:
+def test_a_phase_with_messages_beside_calls_has_no_number_of_calls() -> None:
     """Of the messages nobody knows the calls, and so of the sum."""
     calls = [*CALLS, PredictedCall("loss", "send", "", 5, num_calls=2)]
     made = table(calls, RECORDED | {("loss", "send"): Tally(1, 2, 10)}, {"loss": SEEN + SENT})
@@ -336,7 +336,7 @@ def test_messages_beside_calls_in_one_phase() -> None:
 SENT = np.array([[[0, 2], [0, 0]], [[0, 10], [0, 0]]])
 
 
-def test_calls_without_messages_beside_others_in_one_phase() -> None:
+def test_calls_without_messages_beside_others_count_in_no_sum() -> None:
     """In groups of one rank nothing is sent: neither the row nor the sum counts on it."""
     calls = [
         *CALLS,
@@ -557,6 +557,6 @@ def test_a_monitor_without_counters_says_why() -> None:
     assert monitor.gather() is None and monitor.reason == "MPICH has no monitoring"
 
 
-def test_a_monitor_may_be_unwanted() -> None:
+def test_a_monitor_that_is_not_wanted_says_so() -> None:
     comm: Any = SimpleNamespace(rank=0, size=2)
     assert TrafficMonitor(comm, is_wanted=False).reason == "not monitored"

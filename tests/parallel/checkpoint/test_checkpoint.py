@@ -217,7 +217,9 @@ def test_training_goes_on_to_the_last_bit(tmp_path: Path, name: str, dtype: str)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_wherever_updates_are_made_it_does(tmp_path: Path, dtype: str) -> None:
+def test_training_goes_on_to_the_last_bit_wherever_updates_are_made(
+    tmp_path: Path, dtype: str
+) -> None:
     for offload in (HostMemory, partial(Disk, tmp_path / "states")):
         one, other = interrupted(tmp_path / str(offload), zero2, 2, dtype, offload=offload)
         assert one == other
@@ -244,7 +246,7 @@ FORGET = [forget_steps, forget_a_moment, forget_the_masters, forget_the_good_ste
 
 
 @pytest.mark.parametrize("spoil", FORGET)
-def test_whatever_were_forgotten_would_be_noticed(tmp_path: Path, spoil: Any) -> None:
+def test_an_array_that_is_not_saved_is_noticed(tmp_path: Path, spoil: Any) -> None:
     one, other = interrupted(tmp_path, zero2, 2, "float16", spoil)
     assert one != other
 
@@ -283,7 +285,7 @@ MOVES = [
 
 
 @pytest.mark.parametrize(("one", "ranks", "other", "others", "dtype"), MOVES)
-def test_any_ranks_load_what_any_ranks_saved(
+def test_any_number_of_ranks_loads_what_any_number_saved(
     tmp_path: Path, one: str, ranks: int, other: str, others: int, dtype: str
 ) -> None:
     before = saved(tmp_path, ranks, trained=1, kind=KINDS[one][0], dtype=dtype)
@@ -549,7 +551,7 @@ def test_ranks_that_save_different_steps_all_hear_of_it(tmp_path: Path) -> None:
 # --- those that are kept ------------------------------------------------------------------------
 
 
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+def test_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     strategy = make(None, kind=reference)  # type: ignore[arg-type]
     for step in (3, 20, 100):
         save(strategy, tmp_path, step, keep=4)
@@ -568,7 +570,7 @@ WHO_FAILS = {"prepare": 0, "write_part": 1, "finish": 0, "remove_old": 0}
 
 
 @pytest.mark.parametrize("stage", WHO_FAILS)
-def test_if_one_fails_all_do_and_what_was_there_stays(
+def test_if_one_rank_fails_all_do_and_the_last_checkpoint_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     before = saved(tmp_path)
@@ -661,7 +663,7 @@ print(before, after, torn)
 '''
 
 
-def test_wherever_it_is_killed_a_whole_checkpoint_is_there(tmp_path: Path) -> None:
+def test_wherever_a_rank_is_killed_a_whole_checkpoint_is_there(tmp_path: Path) -> None:
     """At each line of saving and of removing, one after the other."""
     command = [sys.executable, "-c", ANYWHERE, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
@@ -694,7 +696,7 @@ def table(size: int, kind: Any, root: Path) -> tuple[TrafficTable, TrafficTable]
 
 
 @pytest.mark.parametrize(("kind", "size"), [(ddp, 3), (zero2, 4), (zero1, 1)])
-def test_what_it_sends_is_predicted(tmp_path: Path, kind: Any, size: int) -> None:
+def test_what_a_checkpoint_sends_is_predicted(tmp_path: Path, kind: Any, size: int) -> None:
     right, control = table(size, kind, tmp_path)
     assert "two columns compared" in right.check()
     if size > 1:

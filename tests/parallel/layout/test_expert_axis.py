@@ -158,7 +158,7 @@ def split_model(mesh: Mesh | None) -> Model:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_beside_tensor_parallelism(sharding: str) -> None:
+def test_ranks_divide_experts_beside_tensor_parallelism(sharding: str) -> None:
     """Units divided along "tensor" are summed along "expert", and next to others that are not."""
     setup = setup_of((("expert", 2), ("tensor", 2)), sharding)._replace(of=split_model)
     ends = setup.run()
@@ -167,7 +167,7 @@ def test_beside_tensor_parallelism(sharding: str) -> None:
 
 
 @pytest.mark.parametrize("sharding", SHARDINGS)
-def test_two_bytes_and_a_sum_in_four(sharding: str) -> None:
+def test_gradients_of_two_bytes_may_be_summed_in_four(sharding: str) -> None:
     recipe = Recipe("bfloat16", num_micro_batches=2, clip=CLIP, reduce_dtype="float32")
     ends = setup_of(SQUARE, sharding, recipe=recipe).run()
     assert len({tuple(end.losses) for end in ends}) == 1

@@ -54,7 +54,7 @@ def setup_of(pipe: int, data: int, tensor: int, **options: Any) -> Setup:
     return Setup((("pipe", pipe), ("data", data), ("tensor", tensor)), steps=FEW_STEPS, **options)
 
 
-def test_there_are_38_layouts() -> None:
+def test_every_layout_of_1_to_8_ranks_is_a_case() -> None:
     assert len(LAYOUTS) == len(set(LAYOUTS)) == 38
     assert {case[:3] for case in CASES} == set(LAYOUTS)
 
@@ -135,7 +135,9 @@ def test_without_one_sum_the_result_is_another(axis: str, layout: dict[str, int]
 @pytest.mark.parametrize(
     ("pipe", "data", "tensor"), [(1, 1, 2), (1, 1, 3), (1, 1, 5), (2, 1, 2), (1, 2, 3), (2, 2, 2)]
 )
-def test_sequence_parallel(form: str, pipe: int, data: int, tensor: int) -> None:
+def test_sequence_parallelism_trains_as_one_rank(
+    form: str, pipe: int, data: int, tensor: int
+) -> None:
     """More ranks than tokens in a row, too: some have none."""
     setup = setup_of(pipe, data, tensor, model=(("sequence_parallel", form), ("is_tied", True)))
     check_as_one_rank(setup)
@@ -155,7 +157,7 @@ CONTEXT_LAYOUTS = [  # pipe, data, context, tensor
 
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
 @pytest.mark.parametrize("layout", CONTEXT_LAYOUTS, ids=str)
-def test_context_parallel(attention: str, layout: tuple[int, ...]) -> None:
+def test_context_parallelism_trains_as_one_rank(attention: str, layout: tuple[int, ...]) -> None:
     """With sequence parallelism where there are tensor ranks: parts of parts of each row."""
     axes = tuple(zip(("pipe", "data", "context", "tensor"), layout, strict=True))
     model: tuple[tuple[str, Any], ...] = (("attention", attention), ("is_tied", True))
@@ -197,7 +199,7 @@ SYNCHRONOUS = [name for name in SCHEDULES if name != "pipedream"]
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("layout", [(4, 1, 1), (2, 2, 2)])
-def test_every_schedule(name: str, layout: tuple[int, int, int]) -> None:
+def test_every_schedule_trains_as_one_rank(name: str, layout: tuple[int, int, int]) -> None:
     """Tied, with two stages and two micro-batches for each rank, it equals one rank."""
     twice = 2 * layout[0]
     setup = setup_of(
@@ -212,7 +214,7 @@ def test_every_schedule(name: str, layout: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipe"])
-def test_more_of_zero_with_a_pipeline(name: str, stage: int) -> None:
+def test_zero_beside_a_pipeline_trains_as_one_rank(name: str, stage: int) -> None:
     """Gradients are summed, and parameters gathered, for each micro-batch."""
     recipe = Recipe(num_micro_batches=4, clip=CLIP)
     setup = setup_of(
@@ -224,7 +226,7 @@ def test_more_of_zero_with_a_pipeline(name: str, stage: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_other_dtypes(dtype: str) -> None:
+def test_every_dtype_trains_alike_on_all_ranks(dtype: str) -> None:
     """float32 equals one rank; the others train alike on all ranks, and the accounts agree."""
     recipe = Recipe(dtype, num_micro_batches=2, clip=CLIP)
     setup = setup_of(2, 2, 2, recipe=recipe)
@@ -384,7 +386,7 @@ def test_a_refused_schedule_is_shown_as_a_grid() -> None:
     assert "rank 0 waits" in said and ">0B0<" in said
 
 
-def test_dualpipe_on_four_ranks_with_sixteen_micro_batches() -> None:
+def test_dualpipe_on_four_ranks_with_sixteen_micro_batches_trains_as_one_rank() -> None:
     setup = setup_of(4, 1, 1, schedule="dualpipe", recipe=Recipe(num_micro_batches=16, clip=CLIP))
     check_as_one_rank(setup)
 

@@ -84,7 +84,7 @@ def test_ranks_that_do_not_exist_send_and_keep_what_real_ones_do(seed: int) -> N
         }
 
 
-def test_another_rank_keeps_something_else() -> None:
+def test_a_prediction_for_another_rank_is_another() -> None:
     """The negative control: in a pipeline, the view of one rank is not that of another."""
     layout = layout_of(Mesh(None, pipe=3, data=1), Sharding.zero(1), Recipe())
     views = [RankView(layout, rank) for rank in range(3)]
@@ -112,7 +112,7 @@ def test_nothing_is_allocated_for_a_prediction() -> None:
     assert peak < 64 * 2**20
 
 
-def test_such_a_mesh_does_not_train() -> None:
+def test_a_mesh_of_ranks_that_do_not_exist_does_not_train() -> None:
     mesh = Mesh(None, data=2)
     with pytest.raises(ValueError, match="a mesh of 2 ranks trains with a communicator only"):
         Trainer(mesh, gpt(num_layers=1, hidden=8), sharding=Sharding.ddp())

@@ -99,7 +99,7 @@ def test_an_axis_that_the_mesh_does_not_have_divides_nothing() -> None:
     assert found(placement, {"data": 2})[1].box == Box((0, 0), (5, 3))
 
 
-def test_boxes_in_numbers() -> None:
+def test_boxes_are_those_computed_by_hand() -> None:
     """Seven rows: four and three along data, and each part in three along tensor."""
     placement = Placement((7, 2), splits=((0, "data"), (0, "tensor")))
     boxes = [each.box for each in found(placement, {"data": 2, "tensor": 3})]

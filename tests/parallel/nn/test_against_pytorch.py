@@ -100,7 +100,9 @@ def check(made: Bound, inputs: Values, targets: Values, heads: int) -> None:
 @each_tie
 @pytest.mark.parametrize("sizes", SIZES, ids=["large", "small"])
 @pytest.mark.parametrize("shorter", [0, 2])
-def test_loss_and_all_gradients(sizes: dict[str, int], is_tied: bool, shorter: int) -> None:
+def test_loss_and_all_gradients_are_pytorchs(
+    sizes: dict[str, int], is_tied: bool, shorter: int
+) -> None:
     made = bound(gpt(**sizes, is_tied=is_tied))
     check(made, *tokens(5, sizes["context"] - shorter), sizes["num_heads"])
 
@@ -144,7 +146,7 @@ each_optimizer = pytest.mark.parametrize(
 
 
 @each_optimizer
-def test_many_steps_of_an_optimizer(ours: Any, theirs: Any) -> None:
+def test_many_steps_of_an_optimizer_are_pytorchs(ours: Any, theirs: Any) -> None:
     """On random gradients, large and small and zero."""
     rng = np.random.default_rng(0)
     x, sizes = rng.standard_normal(200), 10 ** rng.uniform(-6, 3, 200)
@@ -161,7 +163,7 @@ def test_many_steps_of_an_optimizer(ours: Any, theirs: Any) -> None:
 
 @each_tie
 @each_optimizer
-def test_training(ours: Any, theirs: Any, is_tied: bool) -> None:
+def test_ten_steps_of_training_are_pytorchs(ours: Any, theirs: Any, is_tied: bool) -> None:
     """Ten steps of the whole model, from the values it begins with."""
     sizes = SIZES[0]
     model = gpt(**sizes, is_tied=is_tied)

@@ -419,7 +419,7 @@ def test_gradients_add_up_in_their_dtype(dtype: str) -> None:
 
 @each_dtype
 @each_case
-def test_kept_is_what_forward_hands_out(case: Case, dtype: str) -> None:
+def test_layers_keep_what_forward_hands_out(case: Case, dtype: str) -> None:
     check_kept(case.make(), case.input(dtype), dtype)
 
 
@@ -452,7 +452,7 @@ def test_the_halves_of_backward_are_the_whole(case: Case, dtype: str) -> None:
         np.testing.assert_array_equal(halves.gradients[unit], slope)
 
 
-def test_kept_in_numbers() -> None:
+def test_layers_keep_the_bytes_that_are_computed_by_hand() -> None:
     """Two rows of three positions, four wide, in float16."""
     tokens, vectors = ArraySpec.tokens(2, 3, width=2), ArraySpec((2, 3, 4), 2)
     assert Embedding(9, 3, 4).activation_bytes(tokens)[:2] == (0, tokens.of_shape(2, 3, 4))
@@ -506,7 +506,7 @@ def check_deep(recompute: tuple[str, ...], kept: int, peak: int) -> None:
         (("layer1*",), 76 * 64, 77 * 64),  # layers 1 and 10 to 19 keep one, the other 13 keep five
     ],
 )
-def test_of_120_inputs_recomputation_keeps_24(
+def test_recomputation_keeps_24_of_120_inputs(
     recompute: tuple[str, ...], kept: int, peak: int
 ) -> None:
     """Chen et al. 2016."""
@@ -548,7 +548,9 @@ def test_one_array_more_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 3)])
-def test_cross_entropy_and_its_gradient(shape: tuple[int, ...]) -> None:
+def test_cross_entropy_is_the_formula_and_its_gradient_the_central_difference(
+    shape: tuple[int, ...],
+) -> None:
     rng = np.random.default_rng(0)
     logits, targets = rng.standard_normal((*shape, 6)), rng.integers(0, 6, shape)
     loss, slope = cross_entropy(logits, targets, 10)
@@ -559,7 +561,7 @@ def test_cross_entropy_and_its_gradient(shape: tuple[int, ...]) -> None:
     np.testing.assert_allclose(slope, wanted, rtol=CLOSE, atol=CLOSE)
 
 
-def test_scale_is_of_the_gradient_only() -> None:
+def test_a_scale_multiplies_the_gradient_only() -> None:
     logits, targets = np.random.default_rng(0).standard_normal((4, 6)), np.array([0, 5, 2, 2])
     loss, slope = cross_entropy(logits, targets, 4)
     scaled_loss, scaled = cross_entropy(logits, targets, 4, 1024.0)
@@ -671,7 +673,9 @@ MODELS = [UNTIED, TIED, NEIGHBORS, WITHOUT, BACKWARDS]
         (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ("last",)}),
     ],
 )
-def test_the_units_that_a_layer_uses(model: Model, wanted: dict[str, tuple[str, ...]]) -> None:
+def test_a_layer_names_the_units_that_it_uses(
+    model: Model, wanted: dict[str, tuple[str, ...]]
+) -> None:
     assert {layer: model.units_of(layer) for layer in model.layers} == wanted
 
 
@@ -702,7 +706,9 @@ def test_a_gradient_is_complete_at_the_first_layer_that_uses_it(
         (BACKWARDS, {"first": 1, "mid": 1, "last": 2}),
     ],
 )
-def test_how_often_a_unit_is_gathered(model: Model, wanted: dict[str, int]) -> None:
+def test_a_unit_is_gathered_as_often_as_layers_need_it(
+    model: Model, wanted: dict[str, int]
+) -> None:
     assert num_gathers(model) == wanted
 
 
@@ -727,7 +733,7 @@ def random_model(rng: np.random.Generator) -> Model:
 
 
 @pytest.mark.parametrize("model", [*MODELS, *map(random_model, np.random.default_rng(0).spawn(60))])
-def test_gathered_and_completed_as_a_pass_does_it(model: Model) -> None:
+def test_units_are_gathered_and_completed_as_a_pass_does_it(model: Model) -> None:
     """Both ways through the layers, holding what a layer and the next one use."""
     for names in (list(model.layers), list(reversed(model.layers))):
         times: Counter[str] = Counter()

@@ -201,7 +201,9 @@ def test_masters_elsewhere_are_copies_and_on_the_device_only_of_another_dtype(
     ("dtype", "update", "load"),
     [("float16", (2, 2, 12, 12), (2, 0, 0, 4)), ("float64", (8, 8, 24, 24), (8, 0, 0, 8))],
 )
-def test_bytes_moved_for_each_element(dtype: str, update: Any, load: Any) -> None:
+def test_the_bytes_moved_for_each_element_are_those_of_zero_offload(
+    dtype: str, update: Any, load: Any
+) -> None:
     """ZeRO-Offload's numbers: 2 Psi/N each way in float16, of which 12 Psi/N are kept there."""
     columns = TO_HOST, TO_DEVICE, READ, WRITTEN
     assert bytes_moved(10, dtype_of(dtype)) == {
@@ -238,7 +240,9 @@ def test_a_skipped_update_moves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("xp", [host, FAKE])
 @pytest.mark.parametrize("dtype", ["float64", "float16"])
-def test_what_has_no_slope_is_left_alone_and_not_moved(xp: Any, dtype: str, tmp_path: Path) -> None:
+def test_a_unit_without_a_gradient_is_left_alone_and_not_moved(
+    xp: Any, dtype: str, tmp_path: Path
+) -> None:
     here = dtype_of(dtype)
     for make in places(tmp_path):
         place, owned = make(0, xp), {unit: xp.zeros(4, dtype=here) for unit in "ab"}
@@ -318,7 +322,7 @@ def test_ranks_and_runs_that_share_a_folder_do_not_meet(tmp_path: Path) -> None:
     assert len({place.folder for place in found}) == len(list(tmp_path.iterdir())) == 3
 
 
-def test_no_room_is_told_at_once(tmp_path: Path) -> None:
+def test_a_disk_without_room_is_told_at_once(tmp_path: Path) -> None:
     """And not by a signal, when what is not there is written to."""
     with pytest.raises(OSError, match=r"too large|No space"):
         Disk(tmp_path, 0, host).zeros("a", 2**60, np.dtype(np.float32))

@@ -57,7 +57,7 @@ each_kind = pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", PAPERS)
-def test_steps_are_the_papers(name: str, shape: tuple[int, ...]) -> None:
+def test_steps_of_an_optimizer_are_the_papers(name: str, shape: tuple[int, ...]) -> None:
     kind, scalar, options = PAPERS[name]
     rng = np.random.default_rng(1)
     x, slopes = rng.standard_normal(shape), rng.standard_normal((NUM_STEPS, *shape))
@@ -104,7 +104,7 @@ def test_steps_that_are_not_counted_would_be_noticed(name: str, most: int) -> No
     assert found != pytest.approx(wanted, rel=1e-6)
 
 
-def test_the_papers_differ() -> None:
+def test_the_papers_of_the_optimizers_differ() -> None:
     """The negative control: each option tells, so that no two of them could be mixed up."""
     slopes = np.random.default_rng(1).standard_normal(NUM_STEPS).tolist()
     ends = {scalar(1.0, slopes, **options) for _, scalar, options in PAPERS.values()}
@@ -202,7 +202,7 @@ def run(
 
 @each_kind
 @pytest.mark.parametrize("scale", [2.0**-16, 0.5, 1 / 3, 0.1234, 7.0])
-def test_scale_is_a_product_with_the_gradient(kind: type[Optimizer], scale: float) -> None:
+def test_a_scale_multiplies_the_gradient(kind: type[Optimizer], scale: float) -> None:
     """To the last bit, in states too."""
     slopes = np.random.default_rng(4).standard_normal((5, 9))
     for scaled, wanted in zip(run(kind, slopes, scale), run(kind, slopes * scale), strict=True):
@@ -233,7 +233,9 @@ def test_the_gradient_is_not_changed(kind: type[Optimizer]) -> None:
 
 @each_kind
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_in_place_and_in_the_values_dtype(kind: type[Optimizer], dtype: Any) -> None:
+def test_updates_are_in_place_and_in_the_dtype_of_the_values(
+    kind: type[Optimizer], dtype: Any
+) -> None:
     x = np.ones(3, dtype)
     optimizer = kind({"x": x}, lr=0.1)
     optimizer.step({"x": np.ones(3, dtype)})
@@ -317,7 +319,7 @@ def test_states_are_made_by_make_state() -> None:
     assert list(optimizer.states) == ["first", "second"]
 
 
-def test_no_values_are_no_harm() -> None:
+def test_an_optimizer_without_values_does_nothing() -> None:
     """A rank that owns nothing of a small unit."""
     optimizer = AdamW({"x": np.ones(0)})
     optimizer.step({"x": np.ones(0)})

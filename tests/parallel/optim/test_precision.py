@@ -11,7 +11,7 @@ from parallel.nn import gpt
 from parallel.optim import DTYPES, LossScale, dtype_of, master_dtype
 
 
-def test_dtypes_by_name() -> None:
+def test_every_dtype_has_its_name() -> None:
     assert [dtype_of(name) for name in DTYPES] == [
         np.float64,
         np.float32,

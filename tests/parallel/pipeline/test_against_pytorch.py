@@ -53,12 +53,12 @@ def ours(name: str, p: int, m: int) -> list[list[Action]]:
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_gpipe(p: int, m: int) -> None:
+def test_gpipe_is_pytorchs_action_by_action(p: int, m: int) -> None:
     assert ours("gpipe", p, m) == order(theirs.ScheduleGPipe, p, m, (0,))
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_one_forward_one_backward(p: int, m: int) -> None:
+def test_one_forward_one_backward_is_pytorchs_action_by_action(p: int, m: int) -> None:
     """torch 2.13 counts the forwards of the last rank from 1: it says mF, which does not exist."""
     found = order(theirs.Schedule1F1B, p, m, (0,))
     last = [replace(x, micro_batch=x.micro_batch - isinstance(x, Forward)) for x in found[-1]]
@@ -67,13 +67,13 @@ def test_one_forward_one_backward(p: int, m: int) -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), [*SIZES, (4, 3), (3, 5), (4, 6), (5, 2)])
-def test_interleaved(p: int, m: int) -> None:
+def test_interleaved_is_pytorchs_action_by_action(p: int, m: int) -> None:
     """With fewer micro-batches than ranks too, and in rounds of more micro-batches than ranks."""
     found = order(theirs.ScheduleInterleaved1F1B, p, m, (0, p))
     assert ours("interleaved", p, m) == found
 
 
-def test_interleaved_refuses_what_theirs_refuses() -> None:
+def test_interleaved_refuses_what_pytorchs_refuses() -> None:
     for p, m in product(range(1, 6), range(1, 13)):
         try:
             order(theirs.ScheduleInterleaved1F1B, p, m, (0, p))
@@ -85,30 +85,30 @@ def test_interleaved_refuses_what_theirs_refuses() -> None:
 
 
 @pytest.mark.parametrize(("p", "m"), [*SIZES, (4, 3), (3, 5), (4, 6), (5, 2)])
-def test_zero_bubble_with_the_memory_of_1f1b(p: int, m: int) -> None:
+def test_zero_bubble_with_the_memory_of_1f1b_is_pytorchs_action_by_action(p: int, m: int) -> None:
     """Theirs may have several stages on a rank; ZB-H1 of the paper has one."""
     assert ours("zb-h1", p, m) == order(theirs.ScheduleInterleavedZeroBubble, p, m, (0,))
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_zero_bubble_in_a_v(p: int, m: int) -> None:
+def test_zero_bubble_in_a_v_is_pytorchs_action_by_action(p: int, m: int) -> None:
     assert ours("zb-v", p, m) == order(theirs.ScheduleZBVZeroBubble, p, m, (0, 2 * p - 1))
 
 
 @pytest.mark.parametrize(("p", "m"), SIZES)
-def test_dualpipe_v(p: int, m: int) -> None:
+def test_dualpipe_v_is_pytorchs_action_by_action(p: int, m: int) -> None:
     found = order(theirs.ScheduleDualPipeV, p, m, (0, 2 * p - 1))
     assert ours("dualpipe-v", p, m) == found
 
 
-def test_their_file_is_read(tmp_path: Path) -> None:
+def test_a_file_of_pytorch_is_read(tmp_path: Path) -> None:
     kind: Any = theirs.ScheduleDualPipeV
     schedule = kind([stage(0, 4, 2), stage(3, 4, 2)], 4)
     schedule._dump_csv(str(tmp_path / "theirs.csv"), "compute_only")
     assert read_csv(tmp_path / "theirs.csv").actions == make("dualpipe-v", 2, 4).actions
 
 
-def test_our_file_is_read_by_theirs(tmp_path: Path) -> None:
+def test_pytorch_reads_our_file(tmp_path: Path) -> None:
     write_csv(make("v-half", 2, 4).actions, tmp_path / "ours.csv")
     kind: Any = theirs.ScheduleDualPipeV
     schedule = kind([stage(0, 4, 2), stage(3, 4, 2)], 4)
@@ -121,7 +121,7 @@ WITH_ONE_RANK_OF_A_STAGE = [name for name in SCHEDULES if name[:4] not in ("dual
 
 
 @pytest.mark.parametrize("name", WITH_ONE_RANK_OF_A_STAGE)
-def test_their_simulation_runs_our_lists_with_messages_to_the_end(name: str) -> None:
+def test_pytorchs_simulation_runs_our_lists_with_messages_to_the_end(name: str) -> None:
     """It knows neither pairs that overlap, nor two ranks of one stage, nor updates."""
     schedule = make(name, 4, 8)
     lists = {
@@ -134,7 +134,7 @@ def test_their_simulation_runs_our_lists_with_messages_to_the_end(name: str) -> 
         assert [action for action in found[rank] if action is not None] == row
 
 
-def test_their_simulation_stops_at_lists_that_deadlock() -> None:
+def test_pytorchs_simulation_stops_at_lists_that_deadlock() -> None:
     lists = {
         rank: [theirs._Action.from_str(str(x)) for x in row]
         for rank, row in enumerate(with_messages(make("1f1b", 2, 4)))
@@ -147,7 +147,7 @@ def test_their_simulation_stops_at_lists_that_deadlock() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-v"])
-def test_their_pass_sends_the_same_messages(name: str) -> None:
+def test_pytorchs_pass_sends_the_same_messages(name: str) -> None:
     """In another order, because theirs are never blocked by a send."""
     schedule = make(name, 4, 8)
     place = {stage: schedule.rank_of(stage, 0) for stage in range(schedule.num_stages)}

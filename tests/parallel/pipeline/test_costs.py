@@ -155,7 +155,7 @@ def test_as_many_messages_are_sent_as_the_formula_says(name: str) -> None:
         assert sum(sent) == wanted
 
 
-def test_published_vectors() -> None:
+def test_schedules_have_the_costs_that_papers_publish() -> None:
     """The tables of the papers, and of others who run these schedules."""
     p, m, unit = 8, 32, Times(1, 1, 1)
     fraction = {name: simulate(make(name, p, m), unit).fractions for name in SCHEDULES}
@@ -178,7 +178,7 @@ def test_published_vectors() -> None:
     assert messages["interleaved"] == 2 * m * (2 * p - 1)
 
 
-def test_live_activations_of_four_ranks_and_eight_micro_batches() -> None:
+def test_live_activations_are_those_counted_by_hand() -> None:
     one, all_first = simulate(make("1f1b", 4, 8)), simulate(make("gpipe", 4, 8))
     assert [one.live(r) for r in range(4)] == [4, 3, 2, 1]
     assert [all_first.live(r) for r in range(4)] == [8] * 4
@@ -210,7 +210,7 @@ def test_results_are_exact() -> None:
     assert simulation.idle(3) == 0 and simulation.idle_in_step(3) == 3
 
 
-def test_versions_of_pipedream() -> None:
+def test_pipedream_keeps_the_versions_of_the_papers_figure() -> None:
     """Those of PipeDream's figure: rank r has P - r, and the last rank uses the newest."""
     simulation = simulate(make("pipedream", 4, 12))
     for rank in range(4):

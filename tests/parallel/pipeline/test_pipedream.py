@@ -92,7 +92,9 @@ OPTIMIZERS = {"SGD": partial(SGD, lr=0.1, momentum=0.9), "Adam": partial(Adam, e
 
 @each_layout
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_it_equals_a_serial_emulation(pipe: int, data: int, tensor: int, optimizer: Any) -> None:
+def test_pipedream_equals_a_serial_emulation(
+    pipe: int, data: int, tensor: int, optimizer: Any
+) -> None:
     """To 1e-12: losses and parameters."""
     setup = with_optimizer(setup_of(pipe, data, tensor), optimizer)
     ends = setup.run()

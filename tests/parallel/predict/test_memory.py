@@ -335,13 +335,13 @@ def in_all(params: float, ranks: int, stage: int, dtype: str = "float16") -> int
     return sum(state_bytes(int(params), own, dtype_of(dtype), sharded=DIVIDED[stage]).values())
 
 
-def test_the_numbers_of_the_zero_paper() -> None:
+def test_the_states_are_those_of_the_zero_paper() -> None:
     """Rajbhandari et al. 2020, figure 1: 7.5e9 parameters on 64 ranks; bytes, exactly."""
     found = [in_all(7.5e9, 64, stage) for stage in range(4)]
     assert found == [120_000_000_000, 31_406_250_000, 16_640_625_000, 1_875_000_000]
 
 
-def test_two_well_known_models() -> None:
+def test_the_states_of_gpt_2_and_gpt_3_are_as_known() -> None:
     gpt2 = state_bytes(int(1.5e9), int(1.5e9), dtype_of("float16"))
     assert (gpt2["parameters"], sum(gpt2.values())) == (3e9, 24e9)
     gpt3 = state_bytes(int(175e9), int(175e9), dtype_of("float32"))

@@ -41,7 +41,7 @@ def test_the_host_waits_where_the_loss_is_read(name: str, monkeypatch: pytest.Mo
     assert found and all(each == OTHERS.get(name, LOSS) for each in found), found
 
 
-def test_another_wait_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_that_is_not_expected_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = LayerNorm.forward
 
     def forward(self: LayerNorm, x: Any, step: Any) -> Any:
@@ -68,7 +68,7 @@ def test_the_host_takes_no_times_of_a_device(
     assert what not in capsys.readouterr().out
 
 
-def test_what_waits_is_counted() -> None:
+def test_operations_that_wait_for_the_device_are_counted() -> None:
     """Numbers and truth values, contents, and masks; what computes does not."""
     x = FAKE.asarray(np.arange(4.0))
     waits().clear()

@@ -289,7 +289,7 @@ def test_initial_values_may_be_sent_by_another_algorithm(algorithm: str) -> None
     verdict(train(partial(ddp, broadcast_algorithm=algorithm), 3, steps=1))
 
 
-def test_the_rows_are_the_docstrings() -> None:
+def test_the_rows_of_traffic_are_those_of_the_docstrings() -> None:
     """Those of `ddp`, and of `Trainer`, of which it is one."""
     p, q, steps, of = 4, 2, 3, model()  # q is log2 p
     make = partial(ddp, bucket_bytes=8 * 2 * BLOCK, find_unused_parameters=True)

@@ -174,7 +174,7 @@ def exact(gradient: Gradient, size: int, step: int = 0) -> Any:
         (3, "float16"),
     ],
 )
-def test_predicted_is_recorded(name: str, size: int, dtype: str) -> None:
+def test_hooks_send_what_is_predicted(name: str, size: int, dtype: str) -> None:
     """To the byte, whether parameters are alone in their bucket or not."""
     bucket_bytes = BUCKET * dtype_of(dtype).itemsize
     (first, *_) = add(HOOKS[name], size, MIXED, dtype=dtype, bucket_bytes=bucket_bytes)
@@ -211,7 +211,7 @@ def sent(make: Callable[[], CommHook | None], units: Any, size: int) -> int:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_what_is_saved(size: int) -> None:
+def test_hooks_save_the_bytes_that_the_table_says(size: int) -> None:
     """As the table in the module's docstring says, for float32 and a matrix of 64 x 128."""
     units = {"a": {"w": random(64, 128)}}
     whole = sent(lambda: None, units, size)
@@ -274,7 +274,7 @@ def test_a_model_of_that_dtype_loses_nothing_more(to: str) -> None:
         np.testing.assert_array_equal(same[0].sums[0][name], x)
 
 
-def test_only_two_byte_dtypes() -> None:
+def test_dtypes_that_have_not_two_bytes_are_refused() -> None:
     with pytest.raises(ValueError, match="dtype is 'float32': it must be float16 or bfloat16"):
         HalfPrecision("float32")
 
@@ -355,7 +355,7 @@ def test_one_scale_for_all_is_worse_than_blocks() -> None:
     assert relative_error(lambda: Int8Blocks(block=1024)) > 0.9
 
 
-def test_a_block_has_elements() -> None:
+def test_a_block_without_elements_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one element, not 0"):
         Int8Blocks(block=0)
 
@@ -422,7 +422,7 @@ def test_error_feedback_sends_everything_in_the_end() -> None:
     assert without[-1] > 0.4
 
 
-def test_it_goes_on_from_the_last_step() -> None:
+def test_power_sgd_goes_on_from_the_last_step() -> None:
     """So it comes to the best approximation, which is the singular value decomposition's."""
     matrix = low_rank(3)
     (run, *_) = add(
@@ -486,26 +486,26 @@ def bases_of(run: Run) -> dict[str, bytes]:
     return {name: basis.tobytes() for name, basis in run.strategy.sharding.reduction.bases.items()}
 
 
-def test_it_remembers_one_strategy_only() -> None:
+def test_a_hook_serves_one_strategy_only() -> None:
     hook = PowerSGD(1)
     add(lambda: hook, 1, MIXED)
     with pytest.raises(ValueError, match="make one for each"):
         add(lambda: hook, 1, MIXED)
 
 
-def test_a_rank_of_one_or_more() -> None:
+def test_a_rank_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="is 0: it must be at least 1"):
         PowerSGD(0)
 
 
-def test_orthonormal() -> None:
+def test_columns_become_orthonormal() -> None:
     x = np.random.default_rng(0).standard_normal((50, 6))
     q = orthonormal(x)
     np.testing.assert_allclose(q.T @ q, np.eye(6), atol=1e-15)
     np.testing.assert_allclose(q @ (q.T @ x), x, atol=1e-13)
 
 
-def test_orthonormal_where_columns_nearly_agree() -> None:
+def test_columns_that_nearly_agree_become_orthonormal() -> None:
     """What is left of a column is orthogonal to the others all the same, unlike after one pass."""
     rng = np.random.default_rng(0)
     x = rng.standard_normal((50, 1)) + 1e-9 * rng.standard_normal((50, 4))
@@ -516,7 +516,7 @@ def test_orthonormal_where_columns_nearly_agree() -> None:
     assert abs(first @ second / np.linalg.norm(second)) > 1e-10
 
 
-def test_orthonormal_has_zeros_for_what_adds_nothing() -> None:
+def test_a_column_that_adds_nothing_becomes_zero() -> None:
     """Not for what rounding leaves of a column that the others make up."""
     a, b = np.random.default_rng(0).standard_normal((2, 50))
     q = orthonormal(np.stack([a, 3 * a, b, 0 * a, a - 7 * b], axis=1))
@@ -539,7 +539,7 @@ def test_state_and_message_buffers_are_predicted_and_counted(name: str, dtype: s
     assert sent > 0 or name == dtype
 
 
-def test_what_power_sgd_keeps() -> None:
+def test_power_sgd_keeps_its_matrices_and_its_error() -> None:
     """Of a matrix of 16 x 24 a Q of 24 x 2, and the error unless it is not wanted."""
     units = {"a": {"w": random(16, 24), "b": random(24)}}
     (kept,) = add(lambda: PowerSGD(2), 1, units)
@@ -669,7 +669,7 @@ def test_micro_batches_are_added_up_and_sent_once() -> None:
 
 
 @every_hook
-def test_a_layer_that_some_ranks_do_not_use(name: str) -> None:
+def test_a_layer_that_some_ranks_do_not_use_is_summed_alike(name: str) -> None:
     """Rank 1 leaves the block out."""
 
     def route(rank: int) -> list[str]:
@@ -722,7 +722,7 @@ class Largest:
         return 0
 
 
-def test_a_hook_of_ones_own() -> None:
+def test_a_hook_of_the_user_needs_the_methods_of_the_interface_alone() -> None:
     """It needs to be no more than an object with the methods of the interface."""
     plain, whole, some = (
         add(make, 3, MIXED, dtype="float64")

@@ -52,7 +52,7 @@ def simulated(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize(("every", "lr", "momentum"), [(1, 1.0, 0.0), (2, 0.7, 0.9), (3, 0.5, 0.5)])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-def test_it_is_the_simulation(
+def test_ranks_that_train_alone_equal_the_simulation(
     ranks: int, every: int, lr: float, momentum: float, num_micro_batches: int
 ) -> None:
     """Also if the last steps are fewer than `every`; and its bytes and memory are predicted."""
@@ -113,7 +113,9 @@ def test_in_two_bytes_the_common_model_is_kept_and_sent_in_float32() -> None:
         np.testing.assert_array_equal(trainer.parameters[unit], x.astype(trainer.view.dtype))
 
 
-def test_a_checkpoint_continues_it_to_the_bit_and_is_refused_between(tmp_path: Path) -> None:
+def test_a_checkpoint_continues_a_run_to_the_bit_and_is_refused_between_agreements(
+    tmp_path: Path,
+) -> None:
     def fn(comm: Communicator) -> list[list[float]]:
         def made() -> Trainer:
             return local_updates(comm, model(), Recipe(optimizer=partial(Adam, lr=0.01)), every=2)
@@ -147,7 +149,7 @@ def test_a_checkpoint_continues_it_to_the_bit_and_is_refused_between(tmp_path: P
         ({}, {"offload": HostMemory}, "local updates take no offload"),
     ],
 )
-def test_what_cannot_be_is_refused(options: Any, recipe: Any, sentence: str) -> None:
+def test_impossible_options_are_refused(options: Any, recipe: Any, sentence: str) -> None:
     def fn(comm: Communicator) -> None:
         with pytest.raises(ValueError, match=sentence):
             local_updates(comm, model(), Recipe(**recipe), **options)

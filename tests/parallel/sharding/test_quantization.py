@@ -37,7 +37,7 @@ both = pytest.mark.parametrize(("bits", "steps"), [(8, 127), (4, 7)])
 @both
 @pytest.mark.parametrize("block", [1, 7, 256])
 @pytest.mark.parametrize("size", SIZES)
-def test_so_many_bits_an_element_and_four_bytes_a_block(
+def test_an_element_takes_its_bits_and_a_block_four_bytes(
     size: int, block: int, bits: int, steps: int
 ) -> None:
     packed = quantize(numbers(size), block, bits)
@@ -75,7 +75,7 @@ def test_half_a_scale_is_reached(bits: int, steps: int) -> None:
 
 
 @both
-def test_to_the_nearest_and_halves_to_even(bits: int, steps: int) -> None:
+def test_elements_are_rounded_to_the_nearest_and_halves_to_even(bits: int, steps: int) -> None:
     x = np.array([steps, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.49, 0.51], np.float32)
     np.testing.assert_array_equal(there_and_back(x, bits=bits), [steps, 0, 2, 2, 0, -2, -2, 0, 1])
 
@@ -137,7 +137,9 @@ def test_what_float32_cannot_hold_is_infinite() -> None:
 
 @both
 @pytest.mark.parametrize("peak", ["max", "smallest_normal", "smallest_subnormal"])
-def test_at_the_ends_of_the_range(peak: str, bits: int, steps: int) -> None:
+def test_the_greatest_and_the_least_numbers_keep_the_bound(
+    peak: str, bits: int, steps: int
+) -> None:
     """The greatest number stays finite, and what is next to nothing moves by next to nothing."""
     x = np.array([getattr(np.finfo(np.float32), peak), 0], np.float32)
     packed = quantize(x, bits=bits)
@@ -172,7 +174,7 @@ def test_scales_may_lie_at_odd_addresses(size: int, bits: int, steps: int) -> No
 
 
 @pytest.mark.parametrize("x", [np.arange(3), np.ones(3, bool), np.ones(3, np.complex64)])
-def test_only_floating_point_numbers(x: Any) -> None:
+def test_arrays_of_integers_are_refused(x: Any) -> None:
     with pytest.raises(
         TypeError, match=f"only floating-point arrays can be quantized, not {x.dtype}"
     ):
@@ -180,18 +182,18 @@ def test_only_floating_point_numbers(x: Any) -> None:
 
 
 @pytest.mark.parametrize("shape", [(), (2, 3)])
-def test_only_flat_arrays(shape: tuple[int, ...]) -> None:
+def test_arrays_of_several_dimensions_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="only 1-d arrays can be quantized"):
         quantize(np.ones(shape, np.float32))
 
 
-def test_a_block_has_elements() -> None:
+def test_a_block_without_elements_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one element, not 0"):
         num_blocks(3, 0)
 
 
 @pytest.mark.parametrize("bits", [0, 1, 5, 16])
-def test_only_eight_or_four_bits(bits: int) -> None:
+def test_other_than_eight_or_four_bits_are_refused(bits: int) -> None:
     said = f"numbers can be quantized to 4 or 8 bits, not {bits}"
     for refuse in (
         lambda: quantize(numbers(4), bits=bits),

@@ -168,14 +168,16 @@ def test_wherever_a_rank_dies_the_others_end_as_those_would_whom_it_left_there(
 
 @pytest.mark.parametrize("losers", [[], [1], [1, 2]], ids=str)
 @pytest.mark.parametrize("call", range(8))
-def test_another_may_die_while_they_recover_or_after(call: int, losers: list[int]) -> None:
+def test_another_rank_may_die_while_the_others_recover_or_after(
+    call: int, losers: list[int]
+) -> None:
     """Call 0 agrees on the step, call 1 compares the digests, then the step is repeated."""
     ends = elastic(Fate(START + LAYERS + 2, 2, [1]), Fate(call, 0, losers))
     second = 1 + (call == LAYERS + 2 and not losers) + (call > LAYERS + 2)
     assert ends == 2 * [leaving((1, 2), (second, 0))]
 
 
-def test_the_last_one_ends_alone() -> None:
+def test_the_last_rank_ends_alone() -> None:
     ends = elastic(Fate(START + 2, 0, []), Fate(0, 0, []), Fate(1, 1, []))
     assert ends == [leaving((0, 0), (0, 0), (0, 1))]
 

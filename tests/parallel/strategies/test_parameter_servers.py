@@ -286,7 +286,7 @@ def test_what_counts_is_the_loss_scale_of_the_worker() -> None:
     assert (runs[1].losses, digest(runs[1].strategy)) == serial(recipe, before=smaller)
 
 
-def test_two_workers_do_not() -> None:
+def test_two_workers_do_not_train_as_one_rank() -> None:
     """The negative control: each has other rows, and an update of its own."""
     assert not np.allclose(train(AsyncParameterServer, 3)[1].losses, serial()[0], rtol=1e-9)
 
@@ -370,7 +370,7 @@ def test_no_gradient_is_staler_than_the_bound_allows(bound: int) -> None:
     assert most_ahead(pushes) <= bound
 
 
-def test_without_a_bound_it_is_staler_than_any_of_these() -> None:
+def test_without_a_bound_gradients_are_staler_than_any_bound_of_these() -> None:
     """The negative control: the same stall, in which the other worker does all of its steps."""
     stalling = Stalling(2, 9)
     runs = train(AsyncParameterServer, 3, steps=9, batches=stalling.of, before=stalling.watch)
@@ -464,21 +464,21 @@ def test_a_negative_bound_is_refused() -> None:
     ],
     ids=["float64", "float32", "float16"],
 )
-def test_predicted_is_recorded(make: Make, ranks: int, recipe: Recipe) -> None:
+def test_parameter_servers_send_what_is_predicted(make: Make, ranks: int, recipe: Recipe) -> None:
     assert "two columns compared" in checked(train(make, ranks, recipe, steps=2))
 
 
 @pytest.mark.parametrize(
     "make", [*SYNC_AND_ASYNC, partial(AsyncParameterServer, staleness_bound=1)]
 )
-def test_predicted_is_recorded_by_another_algorithm(make: Make) -> None:
+def test_parameter_servers_send_what_is_predicted_by_another_algorithm(make: Make) -> None:
     checked(train(partial(make, algorithm="binomial"), 5))
 
 
 NUM_OPTIONS = 21  # that all training runs compare
 
 
-def test_the_rows_are_those_of_the_docstrings() -> None:
+def test_the_rows_of_traffic_are_those_of_the_docstrings() -> None:
     units = {unit: 8 * n for unit, n in model().unit_sizes.items()}
     psi, u, p = 8 * model().num_parameters, len(units), 4
 

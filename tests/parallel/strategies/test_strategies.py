@@ -81,7 +81,7 @@ def test_losses_are_those_of_one_rank(name: str, ranks: int) -> None:
 
 @exact
 @pytest.mark.parametrize("dtype", LONG)
-def test_they_stay_those_of_one_rank(name: str, dtype: str) -> None:
+def test_losses_of_many_steps_are_those_of_one_rank(name: str, dtype: str) -> None:
     steps, close = LONG[dtype]
     recipe = Recipe(dtype=dtype)
     ends = train(EXACT[name], 3, recipe, steps=steps, of=small)
@@ -295,7 +295,7 @@ def bytes_of(name: str, ranks: int, **recipe: Any) -> float:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 5])
 @pytest.mark.parametrize("k", [1, 3])
-def test_the_formulas_of_the_papers(ranks: int, k: int) -> None:
+def test_strategies_send_what_the_papers_say(ranks: int, k: int) -> None:
     """Psi elements times these, times (N-1)/N: Rajbhandari et al. 2020, with k micro-batches."""
     times = {"ddp": 2, "zero1": 2, "zero2": k + 1, "zero3": 3 * k, "zero3, kept": 2 * k}
     for name, multiple in times.items():
@@ -323,7 +323,7 @@ def test_shared_parameters_are_sent_once_for_all_layers(name: str) -> None:
     assert bytes_of_blocks(is_shared=False) == SMALL["num_layers"] * bytes_of_blocks(is_shared=True)
 
 
-def test_the_formula_of_hierarchical_sharding() -> None:
+def test_hierarchical_sharding_sends_what_its_formula_says() -> None:
     """3 Psi (g-1)/g within a group and 2 Psi/g (G-1)/G between groups."""
     assert bytes_of("hsdp", 8) == pytest.approx(3 * 3 / 4 + 2 / 4 * 1 / 2, rel=1e-12)
 

@@ -81,7 +81,9 @@ def calls_of(model: Model) -> dict[str, list[list[tuple[str, Any]]]]:
 
 @pytest.mark.parametrize("name", PLACEMENTS)
 @pytest.mark.parametrize("tensor", [2, 3, 4])
-def test_the_result_is_that_of_one_rank(name: str, tensor: int) -> None:
+def test_a_model_that_is_divided_by_placements_has_the_result_of_one_rank(
+    name: str, tensor: int
+) -> None:
     """And each layer sends exactly what it says."""
     alone = gpt(**SIZES)
     wanted_loss, wanted = loss_and_gradients(gpt(**SIZES))
@@ -113,9 +115,7 @@ def test_the_result_is_that_of_one_rank(name: str, tensor: int) -> None:
 
 @pytest.mark.parametrize("tensor", [2, 3, 4])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-def test_for_megatrons_placements_it_is_the_model_placed_by_hand(
-    tensor: int, is_tied: bool
-) -> None:
+def test_megatrons_placements_give_the_model_placed_by_hand(tensor: int, is_tied: bool) -> None:
     """Call by call, parameter by parameter, byte by byte, and to the bit of the loss."""
 
     def fn(comm: Communicator) -> None:
@@ -196,7 +196,7 @@ def test_heads_stay_divided_if_ranks_divide_rows_too(kind: Any) -> None:
     collectives.run(fn, size=4)
 
 
-def test_it_is_made_of_the_same_layers_and_changes_none() -> None:
+def test_the_divided_model_is_made_of_the_same_layers_and_changes_none() -> None:
     def fn(comm: Communicator) -> None:
         alone = gpt(**SIZES, recompute=["block*.mlp"])
         kept = str(alone.specs)
@@ -309,7 +309,7 @@ def test_a_layer_that_is_divided_already_is_refused() -> None:
     collectives.run(fn, size=2)
 
 
-def test_other_layers_get_the_whole() -> None:
+def test_layers_of_unknown_kinds_get_whole_arrays() -> None:
     """Of a kind that the walk does not know, and before a loss of features in two dimensions."""
 
     class Cubed(Gelu):

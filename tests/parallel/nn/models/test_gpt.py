@@ -169,7 +169,7 @@ def test_rows_do_not_see_each_other() -> None:
 # Names and sizes
 
 
-def test_the_units_and_their_parameters() -> None:
+def test_the_units_have_the_parameters_of_a_gpt() -> None:
     model = gpt(num_layers=2, hidden=8, num_heads=2, context=6)
     assert list(model.units) == ["embedding", "block0", "block1", "head"]
     shapes = {
@@ -195,7 +195,7 @@ def test_the_units_and_their_parameters() -> None:
 @pytest.mark.parametrize(
     ("layers", "h", "heads", "context"), [(0, 4, 1, 3), (1, 8, 2, 6), (3, 12, 3, 5)]
 )
-def test_the_number_of_parameters(
+def test_the_number_of_parameters_is_that_of_the_formula(
     layers: int, h: int, heads: int, context: int, is_tied: bool
 ) -> None:
     """12 h^2 + 13 h a block, as GPT-2's has."""
@@ -268,7 +268,7 @@ def test_no_two_parameters_begin_alike() -> None:
 
 
 @pytest.mark.parametrize(("is_tied", "variance"), [(False, 0.01), (True, 0.01 * 64)])
-def test_the_first_loss(is_tied: bool, variance: float) -> None:
+def test_the_first_loss_is_that_of_the_formula(is_tied: bool, variance: float) -> None:
     """Logits of normal distribution cost half their variance more than a uniform guess.
 
     A row of the head's table has length 0.1, one of the embedding's 0.1 sqrt(width).
@@ -287,7 +287,7 @@ def test_the_first_loss(is_tied: bool, variance: float) -> None:
 
 @each_tie
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-def test_kept_is_what_is_alive_after_forward(dtype: str, is_tied: bool) -> None:
+def test_a_gpt_keeps_what_is_alive_after_forward(dtype: str, is_tied: bool) -> None:
     """Layer by layer, and all together: nothing is kept twice."""
     made, (x, targets) = bound(gpt(**SMALL, is_tied=is_tied), dtype), tokens(3)
     formula = made.model.activation_bytes(spec_of(x, dtype_of(dtype).itemsize))

@@ -138,7 +138,9 @@ def test_forward_is_in_8_bits_and_backward_in_the_dtype(scales: str, of: Any, dt
 
 
 @each_scales
-def test_columns_and_rows_on_ranks(scales: str) -> None:
+def test_divided_columns_have_the_scales_of_one_rank_and_divided_rows_their_own(
+    scales: str,
+) -> None:
     """Columns have the scales that they have on one rank; a part of the rows has its own."""
     layer, _ = linear(scales)
     x = np.random.default_rng(2).standard_normal((5, 6))

@@ -32,30 +32,30 @@ def setup_of(axes: dict[str, int], rate: float = 0.3, **model: Any) -> Setup:
 
 
 @pytest.mark.parametrize("axes", LAYOUTS)
-def test_training_is_as_on_one_rank(axes: dict[str, int]) -> None:
+def test_training_with_dropout_is_as_on_one_rank(axes: dict[str, int]) -> None:
     """Losses and parameters, traffic and memory of 4 steps."""
     check_as_one_rank(setup_of(axes))
 
 
 @pytest.mark.parametrize("form", ["keep", "gather"])
 @pytest.mark.parametrize("axes", [{"tensor": 2}, {"tensor": 3}, {"pipe": 2, "tensor": 2}])
-def test_ranks_that_divide_tokens_drop_the_same(axes: dict[str, int], form: str) -> None:
+def test_ranks_that_divide_tokens_drop_the_same_elements(axes: dict[str, int], form: str) -> None:
     """Sequence parallelism."""
     check_as_one_rank(setup_of(axes, sequence_parallel=form))
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"tensor": 2}])
-def test_recomputed_layers_drop_the_same_again(axes: dict[str, int]) -> None:
+def test_recomputed_layers_drop_the_same_elements_again(axes: dict[str, int]) -> None:
     check_as_one_rank(setup_of(axes, recompute=("block*",)))
 
 
-def test_micro_batches_drop_the_same() -> None:
+def test_micro_batches_drop_the_same_elements() -> None:
     setup = setup_of({"data": 2})
     recipe = Recipe(num_micro_batches=4, clip=CLIP)
     check_equal(setup._replace(recipe=recipe).run(), setup.alone())
 
 
-def test_another_seed_drops_others() -> None:
+def test_a_seed_that_differs_on_a_rank_is_noticed() -> None:
     """The negative control: one rank has numbers of another seed."""
     setup = setup_of({"data": 2})
 
@@ -91,7 +91,7 @@ def test_a_fraction_is_zero_and_the_mean_stays(rate: float) -> None:
     np.testing.assert_array_equal(Dropout(rate, "here").backward(x, saved), y)
 
 
-def test_names_and_steps_drop_others() -> None:
+def test_other_names_and_steps_drop_other_elements() -> None:
     x = np.ones((2, 3, 100))
     step, other = step_of(2, 3), step_of(2, 3)
     other.batch = BatchRows(1, (range(2),))

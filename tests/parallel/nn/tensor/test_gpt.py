@@ -111,12 +111,14 @@ def calls_of(model: Model, specs: list[ArraySpec]) -> list[Any]:
 @each_form
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
-def test_loss_gradients_bytes_and_calls(tensor: int, is_tied: bool, form: str | None) -> None:
+def test_loss_gradients_bytes_and_calls_are_those_of_one_rank_and_formulas(
+    tensor: int, is_tied: bool, form: str | None
+) -> None:
     check({"tensor": tensor}, form, is_tied=is_tied)
 
 
 @each_form
-def test_in_float32(form: str | None) -> None:
+def test_in_float32_loss_and_gradients_are_those_of_one_rank(form: str | None) -> None:
     check({"tensor": 3}, form, "float32")
 
 
@@ -125,7 +127,7 @@ def test_formulas_are_those_of_any_rank_of_a_larger_mesh(form: str | None) -> No
     check({"data": 2, "tensor": 3}, form)
 
 
-def test_shared_blocks() -> None:
+def test_blocks_that_share_parameters_add_up_their_gradients() -> None:
     """All use the first one's parameters, which add up the gradients of both."""
     alone = pass_through(gpt(**SIZES, is_shared=True), "float64")
 
@@ -158,7 +160,7 @@ def test_an_axis_of_one_rank_costs_nothing() -> None:
         ("gather", {"all_gather": 2, "reduce_scatter": 2}, {"all_gather": 4, "reduce_scatter": 2}),
     ],
 )
-def test_the_calls_of_a_block(
+def test_a_block_makes_the_calls_of_the_papers(
     form: str | None, forward: dict[str, int], backward: dict[str, int]
 ) -> None:
     """And each of s b h elements."""

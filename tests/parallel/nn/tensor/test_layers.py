@@ -121,7 +121,9 @@ each_form = pytest.mark.parametrize("form", FORMS)
 @each_case
 @each_form
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
-def test_values_bytes_and_calls(case: Case, form: str, size: int) -> None:
+def test_every_layer_has_the_values_bytes_and_calls_that_one_rank_and_formulas_have(
+    case: Case, form: str, size: int
+) -> None:
     """With more ranks than heads, tokens, columns or classes: some have none."""
     found = on_ranks(case, size, form)
     check_values(case, found, form)
@@ -130,7 +132,7 @@ def test_values_bytes_and_calls(case: Case, form: str, size: int) -> None:
 
 @each_case
 @each_form
-def test_in_float32(case: Case, form: str) -> None:
+def test_every_layer_in_float32_has_the_values_of_one_rank(case: Case, form: str) -> None:
     found = on_ranks(case, 3, form, "float32")
     check_values(case, found, form, "float32")
     check_accounts(found)
@@ -139,7 +141,9 @@ def test_in_float32(case: Case, form: str) -> None:
 @each_form
 @pytest.mark.parametrize("name", ["mlp", "attention", "embedding", "head"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_in_two_bytes(name: str, dtype: str, form: str) -> None:
+def test_every_layer_in_two_bytes_has_the_values_of_one_rank(
+    name: str, dtype: str, form: str
+) -> None:
     """And all ranks have the same bits where they have the same numbers."""
     found = on_ranks(CASES[name], 3, form, dtype)
     check_values(CASES[name], found, form, dtype)

@@ -14,7 +14,7 @@ from parallel.step import LayerBackward
 
 
 @pytest.mark.parametrize("form", [None, "keep", "gather"])
-def test_a_trainer_measures_it_and_changes_no_bit(form: str | None) -> None:
+def test_a_trainer_measures_the_overlap_and_changes_no_bit(form: str | None) -> None:
     """A reference step has the same losses; both kinds wait, and the summary says how long."""
     rows = np.random.default_rng(0).integers(0, 256, (2, 3, 4))
 

@@ -103,7 +103,9 @@ def test_every_place_gives_the_same_bits(
 
 @pytest.mark.parametrize("xp", [host, FAKE], ids=["host", "device"])
 @pytest.mark.parametrize(("make", "size"), [(ddp, 3), (zero3, 3)])
-def test_on_several_ranks(make: Make, size: int, xp: Any, tmp_path: Path) -> None:
+def test_every_place_gives_the_same_bits_on_several_ranks(
+    make: Make, size: int, xp: Any, tmp_path: Path
+) -> None:
     def runs(comm: Communicator) -> None:
         found = []
         for place in places(tmp_path):
@@ -293,7 +295,7 @@ def test_files_are_there_between_forward_and_backward_only(tmp_path: Path) -> No
     assert max(seen) == strategy.memory.peak[OFFLOADED] and seen[-1] == 0
 
 
-def test_the_memory_is_really_free_between_forward_and_backward(tmp_path: Path) -> None:
+def test_the_memory_is_free_between_forward_and_backward(tmp_path: Path) -> None:
     """To the byte, of NumPy's arrays: what is there after the last forward was there before."""
     strategy, _ = trained(serial, None, offload_activations=partial(Disk, tmp_path))
     strategy.begin(*batch(0, 0, 1), ROWS * CONTEXT)

@@ -71,7 +71,7 @@ def run(kinds: str, waits: int = 1, *, is_in_order: bool = True) -> list[str]:
     return log
 
 
-def test_each_waits_after_the_other_has_started() -> None:
+def test_each_side_waits_after_the_other_has_started() -> None:
     assert run("FB") == ["F0 starts", "B0 starts", "F0 waits", "F0 ends", "B0 waits", "B0 ends"]
 
 
@@ -95,7 +95,7 @@ def test_without_an_order_a_side_runs_ahead() -> None:
     assert ends != [f"{kind}{i} ends" for i in range(3) for kind in "BF"]
 
 
-def test_one_runs_at_a_time() -> None:
+def test_one_side_runs_at_a_time() -> None:
     running: list[str] = []
     turns = Alternation()
 
