@@ -68,7 +68,7 @@ def verify_lowered(*calls: LoweredCall) -> None:
     _Run(calls).run()
 
 
-class _Layout:
+class MemoryLayout:
     """Where the buffers of one rank lie in its memory, of one word for each element."""
 
     def __init__(self, sizes: Sizes, program: Program) -> None:
@@ -113,7 +113,7 @@ def _divided(words: Words) -> Words:
 
 def _results(number: int, call: LoweredCall) -> list[Words]:
     """The outputs of all ranks if the programs run as they are meant, with messages."""
-    layouts = [*map(_Layout, call.sizes, call.programs)]
+    layouts = [*map(MemoryLayout, call.sizes, call.programs)]
     memories = [_contents(number, rank, x.num_words) for rank, x in enumerate(layouts)]
     queues: dict[tuple[int, int], deque[Words]] = {}
     waiting = {
@@ -133,7 +133,7 @@ def _results(number: int, call: LoweredCall) -> list[Words]:
 def _rows(
     rank: int,
     rows: Sequence[Row],
-    layout: _Layout,
+    layout: MemoryLayout,
     words: Words,
     queues: dict[tuple[int, int], deque[Words]],
 ) -> Iterator[bool]:
@@ -159,7 +159,7 @@ def _rows(
         has_moved = True
 
 
-def _work(row: Row, layout: _Layout, words: Words) -> None:
+def _work(row: Row, layout: MemoryLayout, words: Words) -> None:
     """Copy, combine or divide."""
     here = layout.part(row.buffer, row.offset, row.size)
     if row.kind == Kind.DIVIDE:
@@ -223,7 +223,7 @@ class _Run:
     def __init__(self, calls: Sequence[LoweredCall]) -> None:
         self.calls, self.num_blocks = calls, calls[0].num_blocks
         size = len(calls[0].programs)
-        self.layouts = [[*map(_Layout, call.sizes, call.programs)] for call in calls]
+        self.layouts = [[*map(MemoryLayout, call.sizes, call.programs)] for call in calls]
         self.results = [_results(number, call) for number, call in enumerate(calls)]
         names = [*self._names(size)]
         self.memories = [

@@ -80,13 +80,13 @@ def test_bine_trees_change_distances_only(collective: str, bine: str, binomial: 
 
 
 def test_roots_that_stand_elsewhere_are_further_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = negabinary._halves
+    right = negabinary.halves
 
     def in_the_middle(line: range, root: int) -> tuple[range, range, int]:
         kept, other, _ = right(line, root)
         return kept, other, other[len(other) // 2]
 
-    monkeypatch.setattr(negabinary, "_halves", in_the_middle)
+    monkeypatch.setattr(negabinary, "halves", in_the_middle)
     assert hops("broadcast", "bine", 64) / hops("broadcast", "binomial", 64) > 0.8
 
 

@@ -12,6 +12,7 @@ import collectives
 from collectives.arrays import half_precision, jit, kernels
 from collectives.arrays.backends import HOST
 from collectives.arrays.half_precision import FEW
+from tests.inside import forget_compiled
 from tests.scenarios.jobs import dtype
 
 FLOAT16, BFLOAT16 = np.dtype("float16"), dtype("bfloat16")
@@ -117,7 +118,7 @@ def test_threads_that_combine_at_once_get_right_results(
     kind: np.dtype[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They ask for the kernel at once, and combine at once."""
-    monkeypatch.setattr(jit, "_compiled", {})
+    forget_compiled(monkeypatch)
     together, wrong = threading.Barrier(4), list[int]()
 
     def work(seed: int) -> None:

@@ -274,7 +274,7 @@ def test_numpy_is_asked_which_zero_is_the_lesser(
         out[...] = {"left": left, "right": right, "the negative": -0.0}[of_two_zeros]
 
     monkeypatch.setattr(kernels, "numpys", lambda function: minimum)
-    assert kernels._comparison("minimum", np.dtype("float32")) == comparison
+    assert kernels.comparison_of("minimum", np.dtype("float32")) == comparison
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_numpy_is_asked_which_products_of_complex_numbers_it_rounds(
         out.imag = part(x.real * y.imag, x.imag * y.real)
 
     monkeypatch.setattr(kernels, "numpys", lambda function: multiply)
-    assert kernels._complex_multiply(np.dtype("complex64")) == operation
+    assert kernels.complex_multiply(np.dtype("complex64")) == operation
 
 
 def test_equal_kernels_have_one_address() -> None:

@@ -29,6 +29,7 @@ from tests.devices.programs import Programs
 from tests.fakes.device import BACKEND, on_device, on_host
 from tests.fakes.driver import gpu
 from tests.fakes.held_stream import hold, released
+from tests.inside import watch_of
 
 PROGRAMS = Programs()
 
@@ -51,8 +52,7 @@ def later(action: Callable[[], object], seconds: float = 0.8) -> threading.Timer
 
 def after_failure(comm: Communicator, action: Callable[[], object]) -> None:
     """Do something when this rank knows that the communicator has failed, or after 5 seconds."""
-    watch = comm._session.devices._watch
-    assert watch is not None
+    watch = watch_of(comm)
 
     def wait_and_act() -> None:
         poll_until(lambda: watch.failure is not None, deadline_in(5.0))
@@ -71,9 +71,7 @@ def thaw() -> None:
 
 
 def is_busy(comm: Communicator) -> bool:
-    watch = comm._session.devices._watch
-    assert watch is not None
-    return watch.is_busy
+    return watch_of(comm).is_busy
 
 
 def is_refused(comm: Communicator, kind: Any = collectives.CollectiveError) -> None:
@@ -81,8 +79,7 @@ def is_refused(comm: Communicator, kind: Any = collectives.CollectiveError) -> N
 
     Nothing is left on a stream, and the communicator can be freed.
     """
-    comm.timeout, watch = 5.0, comm._session.devices._watch
-    assert watch is not None
+    comm.timeout, watch = 5.0, watch_of(comm)
     assert poll_until(lambda: watch.failure is not None, deadline_in(5.0))
     for call in (comm.barrier, partial(comm.all_reduce, on_device(np.ones(2))), comm.synchronize):
         with pytest.raises(kind):
@@ -230,12 +227,15 @@ def a_time_limit_of_a_call_ends_the_wait_of_a_device_though_nobody_waits_on_the_
         assert not work.test()
         after_failure(comm, thaw)
         BACKEND.synchronize()
-    for _ in range(2):
+
+    def has_timed_out() -> None:
         for ask in (work.test, partial(work.wait, host=True)):
             with pytest.raises(collectives.CollectiveTimeout):
                 ask()
-        if not comm._session.is_freed and comm._session.devices._watch is not None:
-            is_refused(comm)
+
+    has_timed_out()
+    is_refused(comm)
+    has_timed_out()
 
 
 @PROGRAMS.together
@@ -306,17 +306,13 @@ def a_driver_that_fails_in_the_middle_of_a_call(world: Communicator) -> None:
             ring(), plan.run()
         comm.synchronize()
         world.barrier()
-        kernels = gpu().kernels.by_address
         if comm.rank == 1:
-            gpu().kernels.by_address = {}  # in which none is found
-            gpu().kernels._address = lambda *_: 1  # type: ignore[method-assign]
-            with pytest.raises(collectives.CollectiveError, match="error 400"):
+            error = pytest.raises(collectives.CollectiveError, match="error 400")
+            with gpu().kernels.lost(), error:
                 calls[kind]()
         else:
             with pytest.raises(collectives.CollectiveError, match=r"rank 1 says: .* half-way"):
                 call_and_synchronize(calls[kind], comm)
-        gpu().kernels.by_address = kernels
-        gpu().kernels.__dict__.pop("_address", None)
         is_refused(comm)
 
 
@@ -360,7 +356,7 @@ def a_rank_that_ends_with_calls_on_its_stream(world: Communicator) -> None:
 
     atexit.register(check)
     comm = with_links(world)
-    watch = comm._session.devices._watch
+    watch = watch_of(comm)
     freeze_rank_1(comm)
     for _ in range(5):
         comm.all_reduce(on_device(np.ones(6)))
@@ -375,7 +371,7 @@ def a_child_process_does_not_wait_for_the_device_of_its_parent(world: Communicat
         y = comm.all_reduce(on_device(np.ones(6)))
         child = os.fork()
         if not child:
-            atexit._run_exitfuncs()
+            atexit._run_exitfuncs()  # what Python itself calls when a process exits
             os._exit(0)
         assert poll_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, deadline_in(10))
         word[:] = 1

@@ -22,6 +22,7 @@ from collectives.arrays import jit
 from collectives.arrays.backends import register_backend
 from collectives.devices.driver import FUNCTIONS, Driver
 from tests.fakes.device import FakeBackend, FakeDeviceArray
+from tests.inside import session_of
 
 TURNS, CALLS = 40, 25
 
@@ -74,14 +75,14 @@ class NullArray(FakeDeviceArray):
     """An array of this backend."""
 
     def reshape(self, *shape: int) -> NullArray:
-        return NullArray(self._memory.reshape(*shape))
+        return NullArray(self.memory.reshape(*shape))
 
 
 def with_links(
     comm: collectives.Communicator, backend: NullBackend, why_no_kernels: str
 ) -> collectives.Communicator:
     """Let the ranks take it for granted that they read each other's memory."""
-    links = comm._session.devices._links_for(backend)
+    links = session_of(comm).devices._links_for(backend)
     links.staged, links.uuids = frozenset(), dict.fromkeys(range(comm.size), bytes(16))
     links.counters, links.why_no_kernels = dict.fromkeys(range(comm.size), 0), why_no_kernels
     return comm

@@ -17,6 +17,6 @@ def run_as_kernels(monkeypatch: pytest.MonkeyPatch, seconds_between: float = 1e-
     use_counters(monkeypatch)
     monkeypatch.setattr(links.Links, "can_try_kernels", True)
     monkeypatch.setattr(kernel_table, "BYTES_OF_A_BLOCK", 32)
-    monkeypatch.setattr(concurrency, "_known", {})
+    monkeypatch.setattr(concurrency, "REASONS", {})
     monkeypatch.setattr(gpu(), "has_interpreter", True)
     monkeypatch.setattr(gpu(), "seconds_between", seconds_between)

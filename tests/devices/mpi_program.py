@@ -29,18 +29,16 @@ from collectives.diagnostics.mpi_counters import MonitorUnavailable
 from collectives.doctor.job import between_hosts
 from tests.devices.messages.test_messages import random_messages
 from tests.devices.programs import Programs
+from tests.devices.staged_pairs import stage_pairs
 from tests.devices.test_repeated_calls import calls_of_a_kind_under_way
 from tests.diagnostics.witness_program import witnessed
 from tests.fakes.device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fakes.driver import gpu
+from tests.inside import forget_memory_of_driver, links_of
 from tests.scenarios import on_devices as scenarios
 from tests.scenarios.jobs import COLLECTIVES, Job, call, name_and_options, some_jobs
 
 PROGRAMS = Programs()
-
-
-def links(comm: Communicator) -> Any:
-    return comm._session.devices._links
 
 
 def jobs_on(size: int) -> list[Job]:
@@ -53,7 +51,7 @@ def jobs_on(size: int) -> list[Job]:
 def every_algorithm(comm: Communicator) -> None:
     for job in jobs_on(comm.size):
         scenarios.perform_on_device(comm, job, on_device, on_host)
-    assert links(comm).staged == frozenset()
+    assert links_of(comm).staged == frozenset()
     assert BACKEND.bytes_to_host == gpu().bytes_copied["HtoD"] - 512 == 0
 
 
@@ -63,10 +61,10 @@ def as_kernels(comm: Communicator) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as changed:
         changed.setattr(gpu(), "has_interpreter", True)
         changed.setattr(gpu(), "seconds_between", 1e-6)
-        changed.setattr(concurrency, "_SECONDS", 20.0)
+        changed.setattr(concurrency, "SECONDS", 20.0)
         changed.setattr(kernel_table, "BYTES_OF_A_BLOCK", 1 << 9)
         yield
-    assert links(comm).why_no_kernels == ""
+    assert links_of(comm).why_no_kernels == ""
     assert gpu().num_calls["cuStreamBatchMemOp_v2"] <= 2  # with which the ranks agree
 
 
@@ -163,7 +161,7 @@ def handles_are_kept_and_closed(comm: Communicator) -> None:
         comm.all_reduce(x, out=x, algorithm="one_shot")
         assert on_host(x)[-1] == comm.size * turn
         del x
-    assert len(links(comm).exports._open) <= 4
+    assert len(links_of(comm).exports.opened) <= 4
     opened = len(allocations.openings_of(gpu().driver))
     assert 0 < opened <= (comm.size - 1) * 8, opened
 
@@ -219,11 +217,11 @@ def a_driver_without_memory_operations_is_staged(comm: Communicator) -> None:
     for name in ("ring", "one_shot", "two_shot"):
         y = comm.all_reduce(on_device(np.ones(9)), algorithm=name)
         assert on_host(y).tolist() == [comm.size] * 9
-    assert links(comm).staged == pairs_with_rank_1(comm), links(comm).staged
+    assert links_of(comm).staged == pairs_with_rank_1(comm), links_of(comm).staged
     if comm.rank == 1:
-        assert all("streams cannot write values" in why for why in links(comm).why.values())
+        assert all("streams cannot write values" in why for why in links_of(comm).why.values())
     else:
-        assert links(comm).why[1] == "the stream of rank 1 cannot write values"
+        assert links_of(comm).why[1] == "the stream of rank 1 cannot write values"
 
 
 def pairs_with_rank_1(comm: Communicator) -> set[tuple[int, int]]:
@@ -260,16 +258,10 @@ def a_driver_that_fails_on_one_rank_while_links_are_agreed(comm: Communicator) -
         "cuStreamSynchronize",
         "cuEventQuery",
     ):
-        before.append(devices.links._probes.copy())  # peers have them open
-        devices.links._probes.clear()
-        while devices.links._page_locked:
-            address, _ = devices.links._page_locked.popitem()
-            gpu().driver.call("cuMemHostUnregister", address)
-        devices.streams.STREAMS._idle.clear()
-        devices.streams.STREAMS._events.clear()
+        before.append(forget_memory_of_driver(gpu().driver))
         other = comm.split(0)
         if comm.rank == 1:
-            fail_while(lambda other=other: getattr(links(other), "staged", None) is None, name)
+            fail_while(lambda other=other: getattr(links_of(other), "staged", None) is None, name)
         for algorithm in ("ring", "one_shot"):
             y = other.all_reduce(on_device(np.ones(9)), algorithm=algorithm)
             assert on_host(y).tolist() == [other.size] * 9
@@ -277,11 +269,11 @@ def a_driver_that_fails_on_one_rank_while_links_are_agreed(comm: Communicator) -
         for _ in range(2):
             assert on_host(plan.run()).tolist() == [other.size] * 9
         plan.free()
-        if links(other) is None or links(other).staged is None:  # rank 1 has staged by itself
+        if links_of(other) is None or links_of(other).staged is None:  # rank 1 has staged by itself
             assert name in ("cuEventCreate", "cuStreamCreate")
         else:
-            assert links(other).staged == pairs_with_rank_1(comm), (name, links(other).why)
-            assert not any("not seen" in why for why in links(other).why.values()), name
+            assert links_of(other).staged == pairs_with_rank_1(comm), (name, links_of(other).why)
+            assert not any("not seen" in why for why in links_of(other).why.values()), name
         other.free()
         comm.barrier()
     # A host that gives up writes 1 to a counter; the stream that writes it later finds it written.
@@ -291,11 +283,12 @@ def a_driver_that_fails_on_one_rank_while_links_are_agreed(comm: Communicator) -
 @PROGRAMS.on_its_own
 def large_messages_between_devices_that_are_partly_staged(comm: Communicator) -> None:
     """MPI may need calls of a rank to send on what that rank's device does not wait for."""
-    is_staged = lambda *pair: len({rank // 2 for rank in pair}) == 2  # noqa: E731
-    proposal, advance = devices.links.Proposal, devices.OnDevice.advance
-    proposal._staged_pairs = (  # type: ignore[method-assign]
-        lambda self, verdicts: filter(lambda pair: is_staged(*pair), combinations(verdicts, 2))
-    )
+
+    def is_staged(*pair: int) -> bool:
+        return len({rank // 2 for rank in pair}) == 2
+
+    stage_pairs(pytest.MonkeyPatch(), is_staged)
+    advance = devices.OnDevice.advance
 
     def while_the_gpu_goes_on(self: devices.OnDevice, seconds: float) -> bool:
         gpu().progress()
@@ -305,7 +298,7 @@ def large_messages_between_devices_that_are_partly_staged(comm: Communicator) ->
     for size in (100, 1_000_000) * 2:
         y = comm.all_reduce(on_device(np.full(size, 1.0)), algorithm="ring", timeout=60)
         assert on_host(y)[-1] == comm.size
-    assert links(comm).staged == {
+    assert links_of(comm).staged == {
         pair for pair in combinations(range(comm.size), 2) if is_staged(*pair)
     }
 
@@ -478,7 +471,7 @@ def finite_mode(world: Communicator) -> None:
 
 
 def two_checked_communicators() -> tuple[Communicator, Communicator]:
-    devices.standstill._THREADS.add("fake GPU")  # which makes no calls
+    devices.standstill.THREADS.add("fake GPU")  # which makes no calls
     comm = collectives.wrap(_mpi().COMM_WORLD, check=True, timeout=20)
     return comm, comm.split(0)
 

@@ -13,6 +13,7 @@ import collectives
 from collectives import CollectiveError, CollectiveMismatch, CollectiveTimeout, Communicator
 from collectives.engines.host_memory import NUM_SLOTS
 from tests.fakes.device import BACKEND, on_device, on_host
+from tests.inside import transport_of
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
 
@@ -192,7 +193,7 @@ def test_a_comparison_by_messages_that_fails_is_logged_as_failed() -> None:
         with pytest.raises(CollectiveTimeout):
             work.wait(timeout=0.3)
         comm.send(np.ones(1), 2)
-        lines = comm._session.transport.flight.lines
+        lines = transport_of(comm).flight.lines
         before = lines().count("under way")
         work.give_up(CollectiveError("given up"))
         return [before > 0, lines().count("under way")]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -25,6 +24,7 @@ from tests.devices.threads_with_counters import use_counters
 from tests.fakes.device import BACKEND, FakeStream, on_device
 from tests.fakes.driver import gpu
 from tests.fakes.interpreter import KernelRun
+from tests.inside import session_of, watch_of
 
 pytestmark = pytest.mark.usefixtures("new_gpu", "counters")
 LENGTH, NUM_CALLS = 12, 4
@@ -89,7 +89,10 @@ def calls(comm: Communicator, seed: int, streams: list[FakeStream]) -> list[tupl
     return results
 
 
-def rank_of_program(comm: Communicator, seed: int, together: Together) -> None:
+CheckEnd = Callable[[Communicator, list[FakeStream]], object]
+
+
+def rank_of_program(comm: Communicator, seed: int, together: Together, check_end: CheckEnd) -> None:
     """Make calls; the device of one rank stands still meanwhile, until all others have ended."""
     rng = random.Random(seed)
     slow, after = rng.randrange(comm.size), rng.randrange(60)
@@ -99,7 +102,7 @@ def rank_of_program(comm: Communicator, seed: int, together: Together) -> None:
     together.barrier.wait()
     del first  # peers that have not enqueued a call would find its arrays gone
     if comm.rank == slow:
-        own = comm._session.devices._order.stream.handle
+        own = session_of(comm).devices._order.stream.handle
         gpu().standing, gpu().num_left = {own, *(stream.ptr for stream in streams)}, after
         threading.Thread(target=go_on_after_the_others, args=(comm.size, together)).start()
     together.barrier.wait()
@@ -108,7 +111,7 @@ def rank_of_program(comm: Communicator, seed: int, together: Together) -> None:
     )
     together.barrier.wait()
     if any(each.has_failed for each in together.outcomes.values()):
-        is_refused(comm, streams)
+        check_end(comm, streams)
 
 
 def go_on_after_the_others(size: int, together: Together) -> None:
@@ -126,7 +129,7 @@ def outcome_of(
     except CollectiveError:
         return Outcome(has_failed=True)
     wanted = [comm.size * (comm.size + 1) / 2] * LENGTH
-    return Outcome(has_failed=False, is_wrong=any(y._memory.tolist() != wanted for _, y in results))
+    return Outcome(has_failed=False, is_wrong=any(y.memory.tolist() != wanted for _, y in results))
 
 
 def is_refused(comm: Communicator, streams: list[FakeStream]) -> None:
@@ -134,19 +137,22 @@ def is_refused(comm: Communicator, streams: list[FakeStream]) -> None:
     for call in (lambda: comm.all_reduce(on_device(np.ones(3))), comm.synchronize, comm.barrier):
         with pytest.raises(CollectiveError):
             call()
-    watch = comm._session.devices._watch
-    assert watch is not None
+    watch = watch_of(comm)
     assert poll_until(lambda: not watch.is_busy, deadline_in(20))
     for stream in streams:
         stream.synchronize()
 
 
-def outcomes(seed: int) -> list[Outcome]:
-    """What the ranks of a program have seen."""
+def outcomes(seed: int, check_end: CheckEnd = is_refused) -> list[Outcome]:
+    """What the ranks of a program have seen; `check_end` is called on each after a failure."""
     size = 2 + seed % 3
     gpu().reset(seed, queue_length=400)
     together = Together(size)
-    collectives.run(partial(rank_of_program, seed=seed, together=together), size, timeout=40)
+    collectives.run(
+        partial(rank_of_program, seed=seed, together=together, check_end=check_end),
+        size,
+        timeout=40,
+    )
     gpu().races.is_paused = False
     return [*together.outcomes.values()]
 
@@ -169,6 +175,6 @@ def test_a_rank_that_does_not_let_the_others_know_is_noticed(
     """
     monkeypatch.setattr(KernelRun, "leaves", False)
     monkeypatch.setattr(Board, "note_failure", lambda *_: None)
-    monkeypatch.setattr(sys.modules[__name__], "is_refused", lambda *_: None)
-    assert any(outcome.is_wrong for seed in range(24) for outcome in outcomes(seed))
+    found = [outcome for seed in range(24) for outcome in outcomes(seed, lambda *_: None)]
+    assert any(outcome.is_wrong for outcome in found)
     assert not all(releases)

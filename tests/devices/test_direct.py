@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,12 @@ import collectives
 from collectives import CollectiveError, Communicator
 from collectives.communicator import probing
 from collectives.devices import DirectMemory
-from collectives.devices.links import Proposal
 from collectives.devices.rows import HostRows
 from collectives.doctor import Level, device_pointers
-from collectives.doctor.device_pointers import Way, _why, best_way, ucx_folder, ways
+from collectives.doctor.device_pointers import Way, best_way, ucx_folder, ways, why_failed
 from collectives.engines import threads
 from collectives.launch import Mpirun
+from tests.devices.staged_pairs import stage_pairs
 from tests.fakes.device import BACKEND, on_device, on_host
 from tests.fakes.driver import gpu
 from tests.fakes.held_stream import hold_each
@@ -48,8 +47,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let rank 1 and the others not read each other's memory."""
-    some = lambda self, verdicts: [p for p in combinations(verdicts, 2) if 1 in p]  # noqa: E731
-    monkeypatch.setattr(Proposal, "_staged_pairs", some)
+    stage_pairs(monkeypatch, lambda *pair: 1 in pair)
 
 
 def sums(comm: Communicator) -> None:
@@ -92,7 +90,7 @@ def test_a_rank_sends_when_its_device_has_copied_a_message(
 ) -> None:
     """The control: what is sent before is wrong."""
     if not waits:
-        monkeypatch.setattr(HostRows, "_is_copied", lambda self: True)
+        monkeypatch.setattr(HostRows, "is_copied", lambda self: True)
 
     def is_right(comm: Communicator) -> bool:
         comm.all_reduce(on_device(np.zeros(99)), algorithm="ring")  # leaves other messages
@@ -221,10 +219,12 @@ def test_the_doctor_names_the_ucx_of_a_package(
 
 def test_the_doctor_says_how_far_a_job_has_come() -> None:
     last = "\n-----\nRank 1 died\n \n"
-    assert _why(1, "", last) == "the job ended with status 1 before any message: Rank 1 died"
+    assert why_failed(1, "", last) == "the job ended with status 1 before any message: Rank 1 died"
     begun = "8 bytes from device to device memory\n8 bytes from device to host memory\nnoise\n"
-    assert "to exchange 8 bytes from device to host memory: Rank 1" in _why(139, begun, last)
-    assert _why(1, f"{begun}A rank has raised ImportError: no", last).endswith("ImportError: no")
+    assert "to exchange 8 bytes from device to host memory: Rank 1" in why_failed(139, begun, last)
+    assert why_failed(1, f"{begun}A rank has raised ImportError: no", last).endswith(
+        "ImportError: no"
+    )
 
 
 def test_the_doctor_tries_one_way_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

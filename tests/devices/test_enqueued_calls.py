@@ -22,7 +22,6 @@ from collectives.devices.order import Held, Order
 from collectives.devices.rows import HostRows
 from collectives.devices.streams import STREAMS
 from collectives.engines import RUN_FAILED, Board, deadline_in, poll_until
-from collectives.engines.host_memory import NUM_SLOTS
 from tests.devices.threads_with_counters import use_counters
 from tests.fakes.device import (
     BACKEND,
@@ -35,6 +34,16 @@ from tests.fakes.device import (
 )
 from tests.fakes.driver import gpu
 from tests.fakes.held_stream import hold, hold_each
+from tests.inside import (
+    board_of,
+    execution_of,
+    has_free_slots_only,
+    kept_executions,
+    loop_of,
+    scratch_of,
+    transport_of,
+    watch_of,
+)
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
 
@@ -46,13 +55,13 @@ def run(body: Callable[[Communicator], Any], size: int, **options: Any) -> list[
 @pytest.fixture
 def may_go_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """While it is not set, calls stop half-way, before a stream waits for another rank."""
-    right, may_go_on = HostRows._await, threading.Event()
+    right, may_go_on = HostRows.await_word, threading.Event()
 
     def await_later(self: HostRows, *arguments: Any) -> Waits:
         yield Wait(may_go_on.is_set, list, is_at_work=True)
         yield from right(self, *arguments)
 
-    monkeypatch.setattr(HostRows, "_await", await_later)
+    monkeypatch.setattr(HostRows, "await_word", await_later)
     may_go_on.set()
     return may_go_on
 
@@ -147,7 +156,7 @@ def test_waiting_on_the_host_is_for_the_device(word: np.ndarray) -> None:
             comm.barrier()
             word[:] = 1
             assert [end.result() for end in ends][1] is None
-        assert not comm._session.devices._watch.is_busy
+        assert not watch_of(comm).is_busy
 
     run(body, 2)
 
@@ -267,7 +276,7 @@ def test_an_asynchronous_call_holds_its_arrays_until_it_is_done(word: np.ndarray
         comm.all_reduce(x)
         hold_each(comm, BACKEND.current_stream(), word)
         comm.all_reduce(x, async_op=True).wait()
-        still_there = weakref.ref(x._memory.base)
+        still_there = weakref.ref(x.memory.base)
         del x
         is_held_until_done(comm, still_there, word)
 
@@ -287,7 +296,7 @@ def test_a_plan_that_was_started_holds_its_arrays_until_it_is_done(word: np.ndar
         plan.start()
         plan.wait()
         plan.free()
-        still_there = weakref.ref(x._memory.base)
+        still_there = weakref.ref(x.memory.base)
         del x, plan
         is_held_until_done(comm, still_there, word)
 
@@ -308,9 +317,8 @@ def test_scratch_memory_is_held_until_its_runs_are_done(
             plan = comm.plan.all_reduce(x, out=y, algorithm="two_shot")
         call = plan.run if kind == "plan" else again
         call()
-        known = comm._session.devices._kept
-        (execution,) = [*known._plans.values(), *known._calls]
-        still_there = weakref.ref(execution._scratch._memory.base)  # type: ignore[attr-defined]
+        (execution,) = kept_executions(comm)
+        still_there = weakref.ref(scratch_of(execution).memory.base)
         del execution
         hold_each(comm, BACKEND.current_stream(), word)
         call()
@@ -327,20 +335,20 @@ def test_a_freed_plan_gives_its_slot_back_when_the_device_has_done_it(word: np.n
     """Its last run is on the caller's stream; until then the device uses the counters there."""
 
     def body(comm: Communicator) -> None:
-        board = comm._session.transport.board
+        board = board_of(comm)
         plan = comm.plan.all_reduce(on_device(np.ones(6)))
         plan.run()
         hold_each(comm, BACKEND.current_stream(), word)
         plan.run()
         plan.free()
         gpu().execute(1000)
-        comm._session.devices._watch.release()
+        watch_of(comm).release()
         comm.barrier()
-        assert not all(map(board._is_free, range(NUM_SLOTS)))
+        assert not has_free_slots_only(board)
         comm.barrier()
         word[:] = 1
         comm.synchronize()
-        assert poll_until(lambda: all(map(board._is_free, range(NUM_SLOTS))), deadline_in(20))
+        assert poll_until(lambda: has_free_slots_only(board), deadline_in(20))
 
     run(body, 2)
 
@@ -409,7 +417,7 @@ def test_a_call_on_known_memory_does_not_overtake_one_on_new_memory(
         for call in (first, second) if is_kept else ():
             call(on_device(np.ones(6)), out=on_device(np.ones(6))).wait()
         x, y, z = (on_device(np.ones(6)) for _ in range(3))
-        new.add(x._memory.ctypes.data)
+        new.add(x.memory.ctypes.data)
         comm.barrier()
         works = [first(x, out=y), second(y, out=z)]
         for _ in range(5):
@@ -515,7 +523,7 @@ def test_what_follows_from_a_failure_is_not_taken_for_its_cause() -> None:
     def body(comm: Communicator) -> str:
         comm.all_reduce(on_device(np.ones(3)))
         comm.synchronize()
-        watch, board = comm._session.devices._watch, comm._session.transport.board
+        watch, board = watch_of(comm), board_of(comm)
         comm.barrier()
         if comm.rank == 1:
             watch.note(RUN_FAILED, "the cause")
@@ -539,13 +547,13 @@ def test_a_call_that_is_abandoned_half_way_keeps_its_arrays_while_the_device_use
         hold_each(comm, BACKEND.current_stream(), word)
         may_go_on.clear()
         abandon_half_way(comm, x, together)
-        still_there = weakref.ref(x._memory.base)
+        still_there = weakref.ref(x.memory.base)
         del x
         assert still_there() is not None
         together.wait()
         word[:] = 1
-        assert poll_until(lambda: not comm._session.devices._watch.is_busy, deadline_in(20))
-        comm._session.transport.failed.clear()  # which nothing uses any more
+        assert poll_until(lambda: not watch_of(comm).is_busy, deadline_in(20))
+        transport_of(comm).failed.clear()  # which nothing uses any more
 
     run(body, 2)
 
@@ -553,7 +561,7 @@ def test_a_call_that_is_abandoned_half_way_keeps_its_arrays_while_the_device_use
 def abandon_half_way(comm: Communicator, x: FakeDeviceArray, together: threading.Barrier) -> None:
     """Abandon a call of which a part is enqueued on each rank."""
     work: Any = comm.all_reduce(x, async_op=True)
-    assert poll_until(lambda: work.test() or work._run.execution._loop.is_open, deadline_in(20))
+    assert poll_until(lambda: work.test() or loop_of(execution_of(work)).is_open, deadline_in(20))
     together.wait()
     work.expire(0.0)
 
@@ -568,7 +576,7 @@ def test_a_failure_is_raised_when_the_device_has_ended(word: np.ndarray) -> None
         hold_each(comm, BACKEND.current_stream(), word)
         comm.all_reduce(x)
         together.wait()
-        comm._session.devices._watch.note(RUN_FAILED, "the cause")
+        watch_of(comm).note(RUN_FAILED, "the cause")
         threading.Timer(0.2, word.fill, [1]).start()
         with pytest.raises(collectives.CollectiveError, match="the cause"):
             comm.synchronize()
@@ -590,7 +598,7 @@ def test_a_device_does_not_wait_for_a_rank_before_its_stream_comes_to_the_call(
         for _ in range(2):
             comm.all_reduce(x, out=y)
         gpu().execute(1000)
-        watch = comm._session.devices._watch
+        watch = watch_of(comm)
         watch.look(limit=0.0)
         assert watch.failure is None
         comm.barrier()

@@ -17,18 +17,27 @@ import pytest
 import collectives
 from collectives import CollectiveMismatch, Communicator, Operator, algorithms
 from collectives.arrays import operator
-from collectives.devices.devices import Devices
 from collectives.devices.driver import WAIT_VALUE
 from collectives.devices.links import Links, Proposal
 from collectives.devices.meeting import Meeting, Wait, Waits
 from collectives.devices.streams import STREAMS, Stream, Streams
 from collectives.engines import deadline_in, poll_until
 from collectives.engines.board import Board
-from collectives.engines.host_memory import NUM_AREAS, NUM_SLOTS
+from collectives.engines.host_memory import NUM_AREAS
 from collectives.schedule import Topology
 from collectives.selection.select import choose
 from tests.fakes.device import BACKEND, FakeBackend, FakeDeviceArray, FakeStream, on_device, on_host
 from tests.fakes.driver import gpu
+from tests.inside import (
+    board_of,
+    execution_of,
+    forget_kept_calls,
+    has_free_slots_only,
+    links_of,
+    loop_of,
+    transport_of,
+    waits_for_device,
+)
 from tests.scenarios import on_devices as scenarios
 from tests.scenarios.jobs import COLLECTIVES, OPS, Job, all_jobs, some_jobs
 from tests.scenarios.operators import ordered_jobs, perform_in_order
@@ -42,18 +51,9 @@ def run(body: Callable[[Communicator], Any], size: int, **options: Any) -> list[
     return collectives.run(body, size, timeout=100, **options)
 
 
-def links(comm: Communicator) -> Any:
-    return comm._session.devices._links
-
-
 def is_staged() -> bool:
     """Whether the data of some message has been in host memory."""
     return BACKEND.bytes_to_host > 0
-
-
-def is_at_work_for(execution: Any) -> bool:
-    """Whether an execution waits for a device."""
-    return execution._wait is not None and execution._wait.is_at_work
 
 
 # All algorithms
@@ -256,8 +256,8 @@ def test_a_call_does_not_end_while_another_rank_looks_at_it() -> None:
         if comm.rank == 1:
             work.give_up(RuntimeError("the other one has ended"))
             return
-        execution: Any = work._run.execution
-        loop, right = execution._loop, execution._loop.can_advance
+        execution: Any = execution_of(work)
+        loop, right = loop_of(execution), loop_of(execution).can_advance
 
         def look() -> bool:
             if threading.current_thread().name.startswith("looks"):
@@ -298,7 +298,7 @@ def test_what_a_call_has_put_on_its_stream_is_waited_for_though_another_thread_e
         work = comm.all_reduce(x, algorithm="ring", async_op=True)
         while not is_at_work.is_set():
             work.test()
-            if comm.rank == 0 and is_at_work_for(work._run.execution):
+            if comm.rank == 0 and waits_for_device(execution_of(work)):
                 is_at_work.set()
         others.barrier()  # no rank tests its call after another's has expired
         with ThreadPoolExecutor(1) as pool:
@@ -308,7 +308,7 @@ def test_what_a_call_has_put_on_its_stream_is_waited_for_though_another_thread_e
         others.barrier()
         word[:] = 1
         assert poll_until(lambda: STREAMS.may_block(gpu().driver), deadline_in(20))
-        comm._session.transport.failed.clear()  # which nothing uses any more
+        transport_of(comm).failed.clear()  # which nothing uses any more
 
     run(body, 3)
 
@@ -317,18 +317,18 @@ def test_a_rank_that_abandons_the_agreement_on_links_stages_its_calls(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The other rank has agreed, and proposes nothing any more."""
-    right = Proposal._look
+    right = Proposal.look
 
     def look(self: Proposal, meeting: Meeting) -> Waits:
         yield from right(self, meeting)
         yield Wait(lambda: self._rank != 0, list)
 
-    monkeypatch.setattr(Proposal, "_look", look)
+    monkeypatch.setattr(Proposal, "look", look)
 
     def body(comm: Communicator) -> None:
         x = on_device(np.ones(4))
         work = comm.all_reduce(x, async_op=True)
-        while comm.rank and links(comm).staged is None:
+        while comm.rank and links_of(comm).staged is None:
             work.test()
         received = comm.recv(np.empty(1), 1 - comm.rank, async_op=True)
         sent = comm.send(np.ones(1), 1 - comm.rank, async_op=True)
@@ -337,7 +337,7 @@ def test_a_rank_that_abandons_the_agreement_on_links_stages_its_calls(
         work.expire(0.0)
         for _ in range(3):
             assert on_host(comm.all_reduce(x, timeout=20)).tolist() == [2.0] * 4
-        assert comm.rank or "was abandoned" in links(comm).why_lost
+        assert comm.rank or "was abandoned" in links_of(comm).why_lost
 
     run(body, 2)
 
@@ -438,7 +438,7 @@ def test_an_array_between_two_elements_is_staged_by_all() -> None:
     def body(comm: Communicator) -> None:
         x = on_device(np.zeros(33, np.uint8))
         shift = comm.rank == 1
-        x = FakeDeviceArray(x._memory[shift : shift + 32].view(np.float64))
+        x = FakeDeviceArray(x.memory[shift : shift + 32].view(np.float64))
         x.fill(2.0)
         assert on_host(comm.all_reduce(x)).tolist() == [6] * 4
 
@@ -511,7 +511,7 @@ def test_peer_refuses_what_would_be_staged(check: bool) -> None:
 
     def body(comm: Communicator) -> list[str]:
         x, sentences = on_device(np.ones(4)), []
-        memory = on_device(np.zeros(40, np.uint8))._memory[comm.rank == 2 :]
+        memory = on_device(np.zeros(40, np.uint8)).memory[comm.rank == 2 :]
         odd = FakeDeviceArray(memory[:32].view(np.float64))
         for call in (lambda: comm.all_reduce(x, op=add), lambda: comm.all_reduce(odd)):
             with pytest.raises(collectives.CollectiveError) as caught:
@@ -549,12 +549,12 @@ def test_peer_refuses_for_what_only_some_ranks_know(check: bool) -> None:
 
 
 def test_peer_refuses_links_that_are_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Proposal._why_unreadable
+    right = Proposal.why_unreadable
 
     def unreadable(self: Proposal, rank: int) -> str:
         return "no way" if {rank, self._rank} == {0, 2} else right(self, rank)
 
-    monkeypatch.setattr(Proposal, "_why_unreadable", unreadable)
+    monkeypatch.setattr(Proposal, "why_unreadable", unreadable)
 
     def body(comm: Communicator) -> str:
         with pytest.raises(collectives.CollectiveError) as caught:
@@ -582,7 +582,7 @@ def test_threads_on_different_gpus_are_staged(monkeypatch: pytest.MonkeyPatch) -
         x = on_device(np.ones(4))
         for name in ("ring", "one_shot"):
             assert on_host(comm.all_reduce(x, algorithm=name)).tolist() == [4.0] * 4
-        assert links(comm).staged == {(0, 2), (0, 3), (1, 2), (1, 3)}
+        assert links_of(comm).staged == {(0, 2), (0, 3), (1, 2), (1, 3)}
         return comm.explain("all_reduce", x).links
 
     assert "rank 3 is staged: rank 3 is a thread of this process on another GPU" in run(body, 4)[0]
@@ -593,7 +593,7 @@ def test_links_are_agreed_once() -> None:
         before = gpu().num_calls["cuMemAlloc_v2"]
         for _ in range(3):
             comm.all_reduce(on_device(np.ones(3)))
-        return links(comm).staged, gpu().num_calls["cuMemAlloc_v2"] - before
+        return links_of(comm).staged, gpu().num_calls["cuMemAlloc_v2"] - before
 
     found = run(body, 3)
     assert [staged for staged, _ in found] == [frozenset()] * 3
@@ -624,14 +624,14 @@ def test_memory_that_is_read_with_wrong_contents_is_noticed(monkeypatch: Any) ->
         pair = min(rank, self._rank), max(rank, self._rank)
         return "read with wrong contents" if pair in wrong_between and self._rank == 0 else found
 
-    original = module.Proposal._why_unreadable
-    monkeypatch.setattr(module.Proposal, "_why_unreadable", why)
+    original = module.Proposal.why_unreadable
+    monkeypatch.setattr(module.Proposal, "why_unreadable", why)
 
     def body(comm: Communicator) -> Any:
         for name in ("ring", "one_shot", "two_shot"):
             y = on_host(comm.all_reduce(on_device(np.arange(6.0)), algorithm=name))
             assert y.tolist() == [0, 3, 6, 9, 12, 15]
-        return links(comm).staged, links(comm).why
+        return links_of(comm).staged, links_of(comm).why
 
     found = run(body, 3)
     assert [staged for staged, _ in found] == [{(0, 2)}] * 3
@@ -696,10 +696,10 @@ def test_all_slots_are_given_back() -> None:
             for number in random.Random(f"{turn} {comm.rank}").sample(range(5), 5):
                 works[number].wait()
             comm.barrier()
-            other._session.devices._kept.forget_calls()
+            forget_kept_calls(other)
             comm.barrier()
-            board = other._session.transport.board
-            assert board.has_room and all(map(board._is_free, range(NUM_SLOTS)))
+            board = board_of(other)
+            assert board.has_room and has_free_slots_only(board)
             comm.barrier()
             other.free()
 
@@ -918,8 +918,8 @@ def test_a_long_wait_for_the_device_is_in_compiled_code(monkeypatch: pytest.Monk
         comm.barrier()
         is_frozen.set()
         work = comm.all_reduce(x, algorithm="ring", async_op=True)
-        execution = work._run.execution
-        while not is_at_work_for(execution):
+        execution = execution_of(work)
+        while not waits_for_device(execution):
             work.test()
         for seconds in (0.1, 0.2):
             start = time.monotonic()
@@ -974,20 +974,14 @@ def test_a_lowering_without_awaits_is_noticed(monkeypatch: pytest.MonkeyPatch) -
     gpu().violations.clear()
 
 
-def test_a_communicator_releases_everything_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Devices] = []
-    right = Devices.__init__
-
-    def noted(self: Devices, *arguments: Any) -> None:
-        made.append(self)
-        right(self, *arguments)
-
-    monkeypatch.setattr(Devices, "__init__", noted)
-
-    def body(comm: Communicator) -> None:
+def test_a_communicator_releases_everything_at_its_end() -> None:
+    def body(comm: Communicator) -> tuple[Communicator, Communicator]:
         other = comm.split(0)
-        other.all_reduce(on_device(np.ones(3)))
+        for each in (comm, other):
+            each.all_reduce(on_device(np.ones(3)))
+            assert links_of(each) is not None
         other.free()
+        assert links_of(other) is None
+        return comm, other
 
-    run(body, 3)
-    assert [devices._links for devices in made] == [None] * 6
+    assert [links_of(comm) for pair in run(body, 3) for comm in pair] == [None] * 6

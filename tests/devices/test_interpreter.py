@@ -16,7 +16,7 @@ from collectives.arrays import HOST
 from collectives.devices.kernel_program import BARRIER_AT, COUNT_AT, END, FIRST, words_of
 from collectives.devices.table import rises_of
 from collectives.lowering import DeviceKind, DeviceOperation, Place, Spans, in_order, in_steps
-from collectives.lowering.verify import Sizes, _Layout
+from collectives.lowering.verify import MemoryLayout, Sizes
 from collectives.schedule import SPECS
 from tests.algorithms.catalogue import EVERY
 from tests.devices.kernel_on_host import Launch, OnRank, Variant, compiled, results
@@ -49,7 +49,7 @@ class Runs:
         self.case = case._replace(staged=frozenset(), dtype=self.variant.dtype, op=op)
         self.ranks = range(case.size)
         self.layouts = [
-            _Layout(Sizes(*self.case.lengths(rank), self.case.aliasing(rank)), program)
+            MemoryLayout(Sizes(*self.case.lengths(rank), self.case.aliasing(rank)), program)
             for rank, program in enumerate(self.case.programs())
         ]
         self.lowered = self.case.lowered()

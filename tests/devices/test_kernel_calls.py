@@ -140,13 +140,13 @@ def test_ranks_that_take_turns_run_no_kernels(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_ranks_of_which_one_starts_no_kernel_run_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = concurrency.Handshake._launch
+    right = concurrency.Handshake.launch
 
     def launch(self: Any, *arguments: Any) -> None:
         if self._meeting.board.rank != 1:
             right(self, *arguments)
 
-    monkeypatch.setattr(concurrency.Handshake, "_launch", launch)
+    monkeypatch.setattr(concurrency.Handshake, "launch", launch)
 
     def body(comm: Communicator) -> str:
         assert launches_later(comm) == 0

@@ -492,7 +492,7 @@ def test_numpy_is_asked_which_zero_is_the_lesser(
         out[...] = {"left": left, "right": right, "the negative": -0.0}[of_two_zeros]
 
     monkeypatch.setattr(cuda_source, "HOST", SimpleNamespace(binary=lambda function, kind: minimum))
-    monkeypatch.setattr(cuda_source, "_comparison", cuda_source._comparison.__wrapped__)
+    monkeypatch.setattr(cuda_source, "comparison_of", cuda_source.comparison_of.__wrapped__)
     code = combine_source("minimum", dtype("bfloat16"))
     if comparison is None:
         assert code is None

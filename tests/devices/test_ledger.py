@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from itertools import combinations, permutations
+from itertools import permutations
 from typing import Any, Literal
 
 import numpy as np
@@ -16,12 +16,13 @@ from collectives import CollectiveError, Communicator, Ledger
 from collectives.devices import clock as clock_module
 from collectives.devices.clock import Clock, TimedEvent
 from collectives.devices.driver import DriverError
-from collectives.devices.links import Proposal
 from collectives.diagnostics.ledger import Row
 from collectives.engines import deadline_in, poll_until
+from tests.devices.staged_pairs import stage_pairs
 from tests.fakes.device import BACKEND, on_device, on_host
 from tests.fakes.driver import gpu
 from tests.fakes.held_stream import hold, hold_each, released
+from tests.inside import session_of
 from tests.scenarios.jobs import Job, all_jobs, call
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
@@ -75,8 +76,7 @@ def test_a_message_from_host_memory_has_no_device() -> None:
 
 
 def test_pairs_of_ranks_may_have_different_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = lambda self, verdicts: [p for p in combinations(verdicts, 2) if 1 in p]  # noqa: E731
-    monkeypatch.setattr(Proposal, "_staged_pairs", pairs)
+    stage_pairs(monkeypatch, lambda *pair: 1 in pair)
     ledger, *_ = run(all_reduce("call"), 3)
     found = {(row.src, row.dst): row.link for row in ledger.rows()}
     assert found == {
@@ -181,11 +181,11 @@ def test_the_time_at_which_a_device_came_to_an_event_is_that_of_the_host() -> No
 
 def test_a_device_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last reading serves, if there is one."""
-    monkeypatch.setattr(clock_module, "_SECONDS", 0.0)
+    monkeypatch.setattr(clock_module, "SECONDS", 0.0)
     gpu().make_current()
     clock, never_read = Clock(gpu().driver), Clock(gpu().driver)
     reading = clock.read()
-    monkeypatch.setattr(gpu(), "num_left", 0)  # it stands still
+    gpu().num_left = 0  # it stands still
     assert clock.read() is reading
     with pytest.raises(TimeoutError):
         never_read.read()
@@ -212,7 +212,7 @@ def test_a_clock_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu().make_current()
     driver = gpu().driver
     first = Clock(driver).read()
-    monkeypatch.setattr(clock_module, "_SECONDS", 0.0)
+    monkeypatch.setattr(clock_module, "SECONDS", 0.0)
     clock = Clock(driver)
     readings = [clock.read() for _ in range(2)]
     assert first.seconds < readings[0].seconds < readings[1].seconds
@@ -226,7 +226,7 @@ def test_a_call_that_the_device_does_not_end_has_no_end() -> None:
         with comm.record() as ledger:
             comm.all_reduce(x, out=y)
         comm.barrier()
-        comm._session.devices.give_up()
+        session_of(comm).devices.give_up()
         with pytest.raises(CollectiveError):
             comm.synchronize()
         assert [entry.finished for entry in ledger.entries if entry.call.sent] == [0.0]

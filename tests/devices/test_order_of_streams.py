@@ -267,7 +267,7 @@ def test_ranks_that_do_not_wait_for_events_are_noticed(monkeypatch: pytest.Monke
     def await_on_host(*_: object) -> Iterator[None]:
         yield from ()
 
-    monkeypatch.setattr(rows.HostRows, "_await", await_on_host)
+    monkeypatch.setattr(rows.HostRows, "await_word", await_on_host)
     assert is_noticed(monkeypatch)
 
 
@@ -299,7 +299,7 @@ def test_a_message_that_is_read_before_it_is_ready_is_noticed(
         copy()
         right(self, envelope, sender, lambda: None, stream)
 
-    monkeypatch.setattr(boxes, "_AHEAD", 64)  # to allocate more, a rank would wait for its streams
+    monkeypatch.setattr(boxes, "AHEAD", 64)  # to allocate more, a rank would wait for its streams
     monkeypatch.setattr(boxes.Boxes, "take_out", at_once)
     assert is_noticed(monkeypatch, "ring", "send_recv")
 
@@ -308,7 +308,7 @@ def test_a_message_that_is_read_before_it_is_ready_is_noticed(
 def test_memory_of_messages_that_is_used_again_too_early_is_noticed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(boxes, "_AHEAD", 64)
+    monkeypatch.setattr(boxes, "AHEAD", 64)
     monkeypatch.setattr(Box, "is_free", True)
-    monkeypatch.setattr(boxes.Memory, "_is_read", lambda *_: True)
+    monkeypatch.setattr(boxes.Memory, "is_read", lambda *_: True)
     assert is_noticed(monkeypatch, "ring", "send_recv")

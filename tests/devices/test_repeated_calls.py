@@ -21,6 +21,7 @@ from collectives.devices.execution import OnDevice
 from collectives.engines.board import Board
 from tests.fakes.device import BACKEND, FakeDeviceArray, on_device, on_host
 from tests.fakes.driver import gpu
+from tests.inside import kept_executions, loop_of, session_of
 from tests.scenarios import on_devices as scenarios
 from tests.scenarios.jobs import COLLECTIVES, Job, all_jobs, name_and_options, some_jobs
 
@@ -204,7 +205,7 @@ def test_an_array_that_has_another_shape_now_is_looked_at_again() -> None:
         x, y = on_device(np.ones((4, 6))), on_device(np.zeros(((2, 1, 1)[comm.rank], 6)))
         for _ in range(3):
             comm.reduce_scatter(x, out=y)
-        x._memory.shape = (8, 3)
+        x.memory.shape = (8, 3)
         with pytest.raises(ValueError, match="shape"):
             comm.reduce_scatter(x, out=y)
 
@@ -355,7 +356,7 @@ def calls_of_a_kind_under_way(comm: Communicator) -> None:
         works = [comm.all_reduce(x, async_op=True, algorithm="ring") for x in several]
         for k, work in enumerate(works):
             assert on_host(work.wait()).tolist() == [(turn + k) * comm.size] * 6
-        for idle in comm._session.runs._idle.values():
+        for idle in session_of(comm).runs._idle.values():
             random.Random(10 * turn + comm.rank).shuffle(idle)
 
 
@@ -398,9 +399,8 @@ def test_a_failure_of_the_driver_in_compiled_code_is_raised(is_plan: bool) -> No
         call = plan.run if is_plan else partial(comm.all_reduce, x, out=y, algorithm="ring")
         for _ in range(3):
             call()
-        known = comm._session.devices._kept
-        for execution in (*known._plans.values(), *known._calls):
-            loop = execution._loop  # type: ignore[attr-defined]
+        for execution in kept_executions(comm):
+            loop = loop_of(execution)
             loop.words[loop.names.WAIT_EVENT] = ctypes.cast(function, ctypes.c_void_p).value
         with pytest.raises(collectives.CollectiveError, match=r"719|half-way") as caught:
             call()

@@ -16,14 +16,15 @@ import collectives
 from collectives import CollectiveError, CollectiveMismatch, Communicator, ScheduleError
 from collectives.arrays import Arrays, operator
 from collectives.devices.call import DeviceCall
-from collectives.devices.links import Proposal
 from collectives.diagnostics.totals import Totals
 from collectives.lowering import lower
 from collectives.programs import CallSpec
 from collectives.runtime.run import Run
 from collectives.selection import Decisions, select
 from collectives.selection.rules import DEVICE_RULES, RULES
+from tests.devices.staged_pairs import stage_pairs
 from tests.fakes.device import BACKEND, on_device, on_host
+from tests.inside import execution_of, forget_choices, scratch_of, session_of
 from tests.scenarios import on_devices as scenarios
 from tests.scenarios.jobs import COLLECTIVES, Job, random_rows
 
@@ -93,7 +94,7 @@ def test_all_ranks_run_the_same_algorithm(kind: str, hosts: tuple[int, ...], che
 
     def body(comm: Communicator) -> None:
         totals = Totals()
-        comm._session.add_ledger(totals)
+        session_of(comm).add_ledger(totals)
         x = vector(comm) if comm.rank in hosts else on_device(vector(comm))
         call = made(comm, x, kind)
         for _ in range(3):
@@ -122,8 +123,7 @@ def test_what_the_rules_choose_is_right(
     for rules in (RULES, DEVICE_RULES):  # so that a few bytes are already large
         small = [rule._replace(largest=rule.largest / 1024) for rule in rules[collective]]
         monkeypatch.setitem(rules, collective, small)
-    select._limits.cache_clear()
-    select._default.cache_clear()
+    forget_choices()
     jobs = [
         Job(
             collective,
@@ -146,8 +146,7 @@ def test_what_the_rules_choose_is_right(
                 scenarios.perform_on_device(comm, job, here, back)
 
     run(body, size)
-    select._limits.cache_clear()
-    select._default.cache_clear()
+    forget_choices()
 
 
 def test_calls_that_follow_each_other_are_staged_by_turns() -> None:
@@ -163,11 +162,7 @@ def test_calls_that_follow_each_other_are_staged_by_turns() -> None:
             is_host = not is_direct and comm.rank == 0
             comm.all_reduce(host if is_host else x, out=np.empty_like(host) if is_host else y)
         names = [DIRECT if is_direct else STAGED for is_direct in kinds]
-        calls = [
-            each
-            for each in comm._session.transport.flight.calls()
-            if each["collective"] == "all_reduce"
-        ]
+        calls = [each for each in comm.last_calls() if each["collective"] == "all_reduce"]
         assert [each["algorithm"] for each in calls] == 2 * names
         for each in calls:
             sent = collectives.predict(
@@ -195,7 +190,7 @@ def test_a_call_that_hangs_is_shown_as_it_is_staged() -> None:
         with pytest.raises(collectives.CollectiveTimeout) as caught:
             work.wait(0.5)
         assert f"all_reduce ({STAGED}), call 2" in str(caught.value)
-        last = comm._session.transport.flight.calls()[-1]
+        last = comm.last_calls()[-1]
         assert (last["algorithm"], last["state"]) == (STAGED, "under way")
         has_seen.wait()
         work.wait()
@@ -219,7 +214,7 @@ def test_data_that_is_read_where_it_lies_needs_no_scratch() -> None:
             plan = comm.plan.all_reduce(given, out=out, algorithm="two_shot")
             got = plan.run()
             np.testing.assert_array_equal(got if is_host else on_host(got), total())
-            found.append(0 if is_host else plan._run.execution._operands.scratch.nbytes)
+            found.append(0 if is_host else scratch_of(execution_of(plan)).nbytes)
             plan.free()
         return found
 
@@ -257,7 +252,7 @@ def test_a_strict_call_runs_the_rules_for_devices() -> None:
 def test_pairs_that_are_staged_run_the_rules_for_devices(
     pairs: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Proposal, "_staged_pairs", lambda self, verdicts: pairs)
+    stage_pairs(monkeypatch, lambda *pair: pair in pairs)
 
     def body(comm: Communicator) -> None:
         with comm.record() as ledger:
@@ -335,7 +330,7 @@ def test_ranks_that_would_run_different_algorithms_are_told(check: bool) -> None
 
     def body(comm: Communicator) -> None:
         best = "reduce_broadcast" if comm.rank == 2 else "two_shot"
-        comm._session.decisions = Decisions.from_json(json.dumps(measured(best)))
+        session_of(comm).decisions = Decisions.from_json(json.dumps(measured(best)))
         with pytest.raises(CollectiveMismatch, match=r"rank 2: all_reduce \(reduce_broadcast"):
             comm.all_reduce(on_device(vector(comm)))
 
@@ -359,7 +354,7 @@ def test_ranks_that_do_not_agree_on_what_is_staged_would_not_match() -> None:
 def choose_spec() -> CallSpec:
     """The call of this file, as a session describes it."""
     found: list[CallSpec] = run(
-        lambda comm: comm._session.spec(
+        lambda comm: session_of(comm).spec(
             "all_reduce",
             Arrays(BACKEND, on_device(vector(comm)), on_device(vector(comm))),
             COUNT,

@@ -14,9 +14,9 @@ A, B = bytes(16), bytes(range(16))
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    sharing._warn_once.cache_clear()
+    sharing.warn_once.cache_clear()
     yield
-    sharing._warn_once.cache_clear()
+    sharing.warn_once.cache_clear()
 
 
 def test_ranks_that_leave_gpus_unused_are_told_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import combinations
 from typing import Any
 from unittest.mock import Mock
 
@@ -15,12 +14,12 @@ import pytest
 import collectives
 from collectives import CollectiveError, CollectiveTimeout, Communicator
 from collectives.devices import watch
-from collectives.devices.links import Proposal
 from collectives.devices.rows import HostRows
 from collectives.devices.streams import STREAMS
 from collectives.devices.table import ROW_WORDS, TARGET
 from collectives.engines import MessageBuffers, PageLockedMemory
 from collectives.lowering import Counter, DeviceKind, DeviceOperation
+from tests.devices.staged_pairs import stage_pairs
 from tests.fakes.device import BACKEND, FakeStream, on_device, on_host
 from tests.fakes.driver import gpu
 from tests.fakes.held_stream import hold, hold_each, released
@@ -43,8 +42,8 @@ def test_a_call_that_another_thread_finds_to_be_staged_is_no_deadlock(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its rank waits in another communicator meanwhile, for ranks that wait for its messages."""
-    monkeypatch.setattr(watch, "_OFTEN", 1e-4)
-    monkeypatch.setattr(watch, "_SELDOM", 1e-4)
+    monkeypatch.setattr(watch, "OFTEN", 1e-4)
+    monkeypatch.setattr(watch, "SELDOM", 1e-4)
 
     def body(comm: Communicator) -> None:
         other = comm.split(0)
@@ -89,8 +88,7 @@ def test_copies_between_host_and_device_do_not_fill_the_queue(
 
     Rank 0 copies to the host, and rank 1 to the device.
     """
-    pairs = lambda self, verdicts: combinations(verdicts, 2)  # noqa: E731
-    monkeypatch.setattr(Proposal, "_staged_pairs", pairs)
+    stage_pairs(monkeypatch)
 
     def body(comm: Communicator) -> None:
         x = on_device(np.ones(4096))
@@ -130,7 +128,7 @@ class Sender:
         self.rows = HostRows(gpu().driver, self.messages, loop, buffers, check)
         send = DeviceOperation(DeviceKind.SEND, 0, Counter(0, 1), 1, size=64)
         table = np.zeros((1, ROW_WORDS), np.int64)
-        table[0, TARGET + 1] = self._x._memory.ctypes.data
+        table[0, TARGET + 1] = self._x.memory.ctypes.data
         assert len([*self.rows.post_receives([send])]) == 1
         assert [*self.rows.run(0, send, table, Mock())] == []
 

@@ -19,7 +19,7 @@ WAITS = [object() for _ in range(SIZE)]  # one of each rank
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> list[Standstill]:
     """Ranks that are processes, as far as they know; they look as often as they are asked to."""
-    monkeypatch.setattr(standstill, "_SECONDS", -1.0)
+    monkeypatch.setattr(standstill, "SECONDS", -1.0)
     monkeypatch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
     memory = of_threads(SIZE)
     assert memory.size == num_bytes(SIZE)
@@ -110,9 +110,9 @@ def test_another_thread_or_a_call_under_way_may_end_a_wait(
     ranks: list[Standstill], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call: Any = object()
-    ranks[0]._in_flight = [call]
+    ranks[0].in_flight = [call]
     assert look(ranks, {0: [1], 1: [0]}) == set()
-    ranks[0]._in_flight = []
+    ranks[0].in_flight = []
     monkeypatch.undo()
     me, end = threading.current_thread(), threading.Event()
     others = [thread for thread in threading.enumerate() if thread is not me]

@@ -26,7 +26,7 @@ def use_counters(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def boxes_with_counters(self: Any, links: Any) -> None:
         init_boxes(self, links)
-        self._memory.are_by_events = False
+        self.memory.are_by_events = False
 
     monkeypatch.setattr(placed, "table_of", table_of)
     monkeypatch.setattr(Boxes, "__init__", boxes_with_counters)

@@ -21,6 +21,7 @@ from collectives.engines.interpreter import Interpreted
 from collectives.engines.progress import ProgressThread
 from collectives.engines.threads import ThreadMessages
 from collectives.runtime.work import Work
+from tests.inside import transport_of
 
 
 def failing(*_: object) -> Any:
@@ -66,7 +67,7 @@ def test_a_report_that_fails_replaces_neither_the_time_out_nor_the_dump(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def check(comm: Communicator, work: Work[Any]) -> None:
-        comm._session.transport.flight.directory = tmp_path
+        transport_of(comm).flight.directory = tmp_path
         with monkeypatch.context() as patch:
             patch.setattr(Interpreted, "position", failing)
             with pytest.raises(CollectiveTimeout) as error:

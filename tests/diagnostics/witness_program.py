@@ -10,6 +10,7 @@ import numpy as np
 
 import collectives
 from collectives import Communicator
+from tests.inside import transport_of
 from tests.scenarios.jobs import all_jobs, perform
 from tests.scenarios.sessions import (
     SCENARIOS,
@@ -60,7 +61,7 @@ def main() -> None:
             continue
         with witnessed(comm, counters):
             scenario(comm)
-    expect_unequal(comm, counters, lambda: collectives.wrap(comm._session.transport.comm).barrier())
+    expect_unequal(comm, counters, lambda: collectives.wrap(transport_of(comm).comm).barrier())
     print("equal")
 
 

@@ -204,20 +204,20 @@ def groups(paths: Iterable[Path]) -> Iterator[list[Command]]:
 # Running
 
 
-def run(group: list[Command], folder: Path) -> Iterator[Outcome]:
+def run(group: list[Command], folder: Path, seconds: float = SECONDS) -> Iterator[Outcome]:
     """Run commands one after the other in a folder, until one fails."""
     for program in PROGRAMS.iterdir():
         if program.is_file():
             shutil.copy(program, folder)
     (folder / "example.py").write_text(blocks(ROOT / "README.md")[0])
     for command in group:
-        outcome = outcome_of(command, folder)
+        outcome = outcome_of(command, folder, seconds)
         yield outcome
         if outcome.status != 0:
             return
 
 
-def outcome_of(command: Command, folder: Path) -> Outcome:
+def outcome_of(command: Command, folder: Path, seconds: float) -> Outcome:
     """Run a command in a shell in a folder; end it, and its children, after its time."""
     began = time.perf_counter()
     with (folder / "output").open("w+b") as output:
@@ -231,7 +231,7 @@ def outcome_of(command: Command, folder: Path) -> Outcome:
             start_new_session=True,
         )
         try:
-            status: int | None = process.wait(SECONDS)
+            status: int | None = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = None
         finally:

@@ -20,7 +20,7 @@ import pytest
 from collectives import algorithms
 from collectives.__main__ import COMMAND as RING
 from collectives.console import Group
-from collectives.launch.command import _split as split_launch
+from collectives.launch.command import split_words as split_launch
 from docs.generate.options import CHECKOUT, arguments, commands, parsers, sections
 from tests.docs import pages
 from tests.docs.pages import NAMES, NOT_RUN, PAGES, Command, Outcome
@@ -108,11 +108,9 @@ def test_a_command_that_fails_is_noticed(tmp_path: Path) -> None:
     assert not (tmp_path / "never").exists()
 
 
-def test_a_command_that_takes_too_long_is_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pages, "SECONDS", 0.2)
-    (said,) = failed(pages.run([Command("page.md", 1, "sleep 100 | cat")], tmp_path))
+def test_a_command_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    group = [Command("page.md", 1, "sleep 100 | cat")]
+    (said,) = failed(pages.run(group, tmp_path, seconds=0.2))
     assert said.startswith("sleep 100 | cat: status None")
 
 

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 from array_api_compat import numpy as host
 
 from collectives.arrays.backends import register_backend
+from parallel.commands import presets
 from tests.fakes.device import FakeBackend
 
 PACKAGES = "parallel.", "moe.", "examples."
@@ -235,3 +237,8 @@ class Backend(FakeBackend):
 
 
 register_backend(FakeArray, Backend())  # type: ignore[arg-type]
+
+
+def use_as_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let training commands train on this device, whatever their options say."""
+    monkeypatch.setattr(presets, "device_namespace", lambda device, comm: FAKE)

@@ -20,7 +20,10 @@ from tests.fakes.driver import gpu
 
 
 class FakeDeviceArray:
-    """Device memory, seen from the host: shape, dtype, views; no contents."""
+    """Device memory, seen from the host: shape, dtype, views; no contents.
+
+    `memory`: for the fake GPU, and for tests that look where an array lies.
+    """
 
     __array__ = __array_interface__ = __cuda_array_interface__ = __dlpack__ = property(
         lambda self: _refuse()
@@ -28,25 +31,25 @@ class FakeDeviceArray:
     __iter__ = None
 
     def __init__(self, memory: np.ndarray) -> None:
-        self._memory = memory
+        self.memory = memory
 
-    shape = property(lambda self: self._memory.shape)
-    dtype = property(lambda self: self._memory.dtype)
-    size = property(lambda self: self._memory.size)
-    ndim = property(lambda self: self._memory.ndim)
-    nbytes = property(lambda self: self._memory.nbytes)
+    shape = property(lambda self: self.memory.shape)
+    dtype = property(lambda self: self.memory.dtype)
+    size = property(lambda self: self.memory.size)
+    ndim = property(lambda self: self.memory.ndim)
+    nbytes = property(lambda self: self.memory.nbytes)
 
     def reshape(self, *shape: int) -> FakeDeviceArray:
-        return FakeDeviceArray(self._memory.reshape(*shape))
+        return FakeDeviceArray(self.memory.reshape(*shape))
 
     def view(self, dtype: Any) -> FakeDeviceArray:
-        return FakeDeviceArray(self._memory.view(dtype))
+        return FakeDeviceArray(self.memory.view(dtype))
 
     def fill(self, value: float) -> None:
-        BACKEND.enqueue(lambda: self._memory.fill(value), writes=[self])
+        BACKEND.enqueue(lambda: self.memory.fill(value), writes=[self])
 
     def __getitem__(self, index: slice) -> FakeDeviceArray:
-        return FakeDeviceArray(self._memory[index])
+        return FakeDeviceArray(self.memory[index])
 
 
 def _refuse() -> Any:
@@ -119,25 +122,25 @@ class FakeBackend:
         return FakeDeviceArray(gpu().array(shape, dtype))
 
     def contiguous(self, x: FakeDeviceArray) -> FakeDeviceArray:
-        if x._memory.flags.c_contiguous:
+        if x.memory.flags.c_contiguous:
             return x
-        new = self.empty(x._memory.shape, x._memory.dtype)
+        new = self.empty(x.memory.shape, x.memory.dtype)
         self.copy(x, new)
         return new
 
     def extent(self, x: FakeDeviceArray) -> tuple[int, int]:
-        return HOST.extent(x._memory)
+        return HOST.extent(x.memory)
 
     def owner(self, x: FakeDeviceArray) -> object:
         """What keeps the allocation of an array from being freed."""
-        return x._memory
+        return x.memory
 
     def is_writable(self, x: FakeDeviceArray) -> bool:
-        return HOST.is_writable(x._memory)
+        return HOST.is_writable(x.memory)
 
     def copy(self, src: FakeDeviceArray, dst: FakeDeviceArray) -> None:
         def execute() -> None:
-            dst._memory[...] = src._memory
+            dst.memory[...] = src.memory
 
         self.enqueue(execute, [src], [dst])
 
@@ -148,27 +151,27 @@ class FakeBackend:
         def combine(left: FakeDeviceArray, right: FakeDeviceArray, out: FakeDeviceArray) -> None:
             self.num_combined += 1
             if is_name:
-                memories = left._memory, right._memory, out._memory
+                memories = left.memory, right.memory, out.memory
                 self.enqueue(lambda: on_memory(*memories), [left, right], [out])
                 return
             self.synchronize()  # a function of Python's works at once
             left, right = self.protected(left), self.protected(right)
             self.synchronize()
-            on_memory(left._memory, right._memory, out._memory)
+            on_memory(left.memory, right.memory, out.memory)
 
         return combine
 
     def protected(self, x: FakeDeviceArray) -> FakeDeviceArray:
-        new = self.empty(x._memory.shape, x._memory.dtype)  # as CuPy, it has no read-only arrays
+        new = self.empty(x.memory.shape, x.memory.dtype)  # as CuPy, it has no read-only arrays
         self.copy(x, new)
         return new
 
     def divide(self, x: FakeDeviceArray, divisor: int) -> None:
-        self.enqueue(lambda: HOST.divide(x._memory, divisor), writes=[x])
+        self.enqueue(lambda: HOST.divide(x.memory, divisor), writes=[x])
 
     def first_not_finite(self, x: FakeDeviceArray) -> tuple[int, str] | None:
         self.synchronize()
-        return HOST.first_not_finite(x._memory)
+        return HOST.first_not_finite(x.memory)
 
     def host_buffer(self, x: FakeDeviceArray) -> Bytes:
         return np.empty(x.nbytes, np.uint8)
@@ -208,7 +211,7 @@ class FakeBackend:
 
 
 def _bytes(x: FakeDeviceArray) -> Bytes:
-    return x._memory.reshape(-1).view(np.uint8)
+    return x.memory.reshape(-1).view(np.uint8)
 
 
 def _copy(source: Bytes, target: Bytes) -> None:
@@ -231,7 +234,7 @@ def on_host(x: FakeDeviceArray | np.ndarray | None) -> np.ndarray | None:
     if not isinstance(x, FakeDeviceArray):
         return x
     BACKEND.synchronize()
-    return x._memory
+    return x.memory
 
 
 def fill(x: FakeDeviceArray, value: float) -> None:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.arrays.backends import HOST, Bytes
-from collectives.arrays.kernels import _KINDS, kind
+from collectives.arrays.kernels import KINDS, kind
 from collectives.devices import kernel_program
 from collectives.devices.driver import (
     BUFFER_ID,
@@ -446,6 +446,10 @@ class Pool:
             _, chunk, address, size = self._waiting.popleft()
             chunk.free.give(address, size)
 
+    def has_array_at(self, address: int) -> bool:
+        """Whether an array begins there."""
+        return any(address in chunk.arrays for chunk in self._chunks)
+
     def trim(self) -> list[Allocation]:
         """Give up the allocations that have no arrays; their owner frees them."""
         waiting = {id(chunk) for _, chunk, _, _ in self._waiting}
@@ -822,10 +826,24 @@ class FakeKernels:
         self._gpu = gpu
         self._addresses: dict[tuple[str, np.dtype[Any]], int] = {}
         self.by_address: dict[int, Kernel] = {}
+        self._are_lost = False
+
+    @contextmanager
+    def lost(self) -> Iterator[None]:
+        """Meanwhile no address is that of a kernel."""
+        known, self.by_address, self._are_lost = self.by_address, {}, True
+        try:
+            yield
+        finally:
+            self.by_address, self._are_lost = known, False
+
+    def unload(self) -> None:
+        """Let all kernels be loaded again, as in a process that has not loaded any."""
+        self._addresses.clear()
 
     def combine(self, function: str, dtype: np.dtype[Any]) -> int | None:
         """See `collectives.devices.driver.Kernels`."""
-        if not _is_served(dtype) or kind(dtype) not in _KINDS.get(function, ""):
+        if not _is_served(dtype) or kind(dtype) not in KINDS.get(function, ""):
             return None
         kernel = Kernel(partial(self._combination, function, dtype), (1,) * 12)
         return self._address(function, dtype, kernel)
@@ -864,6 +882,8 @@ class FakeKernels:
         """The number of a kernel; the first time it is loaded, which waits for all streams."""
         name = f"the first request for the kernel {function} of {dtype}"
         self._gpu.begin("kernels")
+        if self._are_lost:
+            return 1
         if (function, dtype) not in self._addresses:
             self._gpu.wait_for_all(name)
         with self._gpu.lock:
@@ -1042,6 +1062,12 @@ class FakeGpu(Streams):
             array = self._pool.array(shape, np.dtype(dtype), exportable)
             self.races.forget(array.ctypes.data, array.nbytes)
             return array
+
+    def has_array_at(self, address: int) -> bool:
+        """Whether an array that has not ended begins there."""
+        with self.lock:
+            self._sweep()
+            return self._pool.has_array_at(address)
 
     def trim(self) -> None:
         """Free the allocations that have no arrays any more, after waiting for all streams."""

@@ -155,13 +155,14 @@ def test_what_happened_is_counted(fake: FakeGpu) -> None:
     assert host == [2]
 
 
-def test_a_stream_may_be_captured(fake: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_may_be_captured(fake: FakeGpu) -> None:
     stream = fake.new_stream()
-    monkeypatch.setattr(fake, "capturing", {stream})
+    fake.capturing.add(stream)
     status = np.zeros(1, np.int32)
-    for each, is_captured in ((stream, 1), (0, 0)):
-        fake.driver.call("cuStreamIsCapturing", each, status.ctypes.data)
+    for handle, is_captured in ((stream, 1), (0, 0)):
+        fake.driver.call("cuStreamIsCapturing", handle, status.ctypes.data)
         assert status[0] == is_captured
+    fake.capturing.discard(stream)
 
 
 # Memory
@@ -584,7 +585,7 @@ def open_something() -> int:
 
 
 def load_kernel() -> int:
-    gpu().kernels._addresses.clear()  # as in a process that has not loaded any
+    gpu().kernels.unload()
     try:
         gpu().driver.kernels.combine("add", np.dtype(np.int8))
     except DriverError as error:

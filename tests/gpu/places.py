@@ -129,7 +129,7 @@ class OnFake:
 
     def late(self, x: np.ndarray) -> Any:
         source, target = self.on_device(x), self.on_device(np.empty_like(x))
-        self.fake.BACKEND.enqueue(lambda: target._memory.view(np.uint8).fill(GARBAGE))
+        self.fake.BACKEND.enqueue(lambda: target.memory.view(np.uint8).fill(GARBAGE))
         self.fake.BACKEND.copy(source, target)
         return target
 
@@ -180,7 +180,7 @@ class KernelsOnFake(OnFake):
 
         super().__init__(rank)
         self.gpu.has_interpreter, self.gpu.seconds_between = True, 1e-6
-        concurrency._SECONDS = 20.0
+        concurrency.SECONDS = 20.0
         kernel_table.BYTES_OF_A_BLOCK = 256
 
 

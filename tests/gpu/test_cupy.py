@@ -13,6 +13,7 @@ import pytest
 
 import collectives
 from collectives import Communicator
+from tests.inside import links_of
 from tests.scenarios import on_devices as scenarios
 from tests.scenarios.jobs import OPS, Job, all_jobs
 from tests.scenarios.operators import ordered_jobs, perform_in_order
@@ -35,7 +36,7 @@ def test_every_algorithm_gives_the_serial_result_on_a_gpu(size: int) -> None:
         for job in all_jobs(size):
             scenarios.perform_on_device(comm, job, cupy.asarray, to_host)
         if size > 1:
-            links = comm._session.devices._links
+            links = links_of(comm)
             assert links.staged == frozenset(), links.why
 
     collectives.run(every, size, timeout=SECONDS)
@@ -45,7 +46,7 @@ def test_staged_calls_give_the_serial_result() -> None:
     def every(comm: Communicator) -> None:
         for job in all_jobs(comm.size)[::3]:
             scenarios.perform_on_device(comm, job, cupy.asarray, to_host)
-        assert comm._session.devices._links is None
+        assert links_of(comm) is None
 
     collectives.run(every, 3, timeout=SECONDS, device="staged")
 

@@ -172,7 +172,7 @@ def test_the_ranks_of_a_host_need_the_programs_of_their_own_host_only(name: str)
 
 def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower as if every message could be read where it lies."""
-    lowering = sys.modules["collectives.lowering.lower"]._Lowering
+    lowering = sys.modules["collectives.lowering.lower"].Lowering
 
     def before_writing(self: Any, span: Span) -> None:
         self._await_reads([(message, sent) for message, sent in self.unread if sent.overlaps(span)])
@@ -181,8 +181,8 @@ def greedy(monkeypatch: pytest.MonkeyPatch) -> None:
         counter = Counter(self.rank, message.peer, is_read=True)
         self._add(DeviceKind.SIGNAL, counter, message.number)
 
-    monkeypatch.setattr(lowering, "_before_writing", before_writing)
-    monkeypatch.setattr(lowering, "_acknowledge", acknowledge)
+    monkeypatch.setattr(lowering, "before_writing", before_writing)
+    monkeypatch.setattr(lowering, "acknowledge", acknowledge)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ import pytest
 from mpi4py import MPI
 
 import collectives
+from tests.inside import transport_of
 
 MODULES = ["buf", "vec", "obj", "nb_buf", "nb_vec", "pr_buf", "pr_vec"]
 WORDS = "passed", "failed", "skipped"
@@ -128,7 +129,7 @@ def on_ours(
 
 def num_sending_calls(ours: collectives.Intracomm) -> int:
     """Of the last calls on this communicator, which the flight recorder has, those that send."""
-    log = ours.communicator._session.transport.log
+    log = transport_of(ours.communicator).log
     calls = [call for _, call in log.calls(time.perf_counter_ns())]
     # A barrier's messages have no bytes.
     return sum(call["bytes"] > 0 or call["collective"] == "barrier" for call in calls)

@@ -16,6 +16,7 @@ from collectives.arrays.backends import HOST, Arrays
 from collectives.runtime import header
 from collectives.runtime.header import Header
 from collectives.selection import choose, sends_counts_ahead
+from tests.inside import session_of
 from tests.scenarios.jobs import unchanged
 from tests.scenarios.operators import failing
 
@@ -578,7 +579,7 @@ def header_and_data_never_meet(comm: Communicator) -> None:
 
 def header_left_over(comm: Communicator) -> Header:
     """What rank 0 announced ahead of the last call, which did not take it."""
-    session, message = comm._session, np.empty(header.NUM_BYTES, np.uint8)
+    session, message = session_of(comm), np.empty(header.NUM_BYTES, np.uint8)
     arrays = Arrays(HOST, None, message)
     spec = session.spec("broadcast", arrays, message.size, algorithm="binomial")
     run = session.runs.call(

@@ -18,6 +18,7 @@ from collectives.programs import INPUT, OUTPUT, SCRATCH, CallSpec, Kind, Program
 from collectives.runtime.run_pool import operands_of
 from collectives.schedule import ScheduleError
 from collectives.selection import programs
+from tests.inside import transport_of
 
 NUM = 1000  # elements
 LABEL = "reduce_broadcast"  # which the library does not use for itself
@@ -79,9 +80,9 @@ def require_comparison_at_every_attachment(comm: Communicator, make: Callable[[A
         scratch = make(np.empty(program.num_scratch // 8))
         return operands_of(Arrays(backend_of(x), x, out), scratch, operator("sum", "all_reduce"))
 
-    execution = comm._session.transport.execution(program, operands(NUM), 0)
+    execution = transport_of(comm).execution(program, operands(NUM), 0)
     execution.attach(operands(NUM), 0)
-    for run in (execution.attach, partial(comm._session.transport.execution, program)):
+    for run in (execution.attach, partial(transport_of(comm).execution, program)):
         with pytest.raises(ScheduleError, match=r"8000 bytes of .*, and is given 7992"):
             run(operands(NUM - 1), 0)
     execution.detach()

@@ -30,6 +30,7 @@ from tests.fakes.device import (
 )
 from tests.fakes.driver import gpu
 from tests.fakes.held_stream import hold
+from tests.inside import session_of, transport_of
 from tests.switching import switching_every
 
 pytestmark = pytest.mark.usefixtures("new_gpu")
@@ -50,13 +51,13 @@ def run(body: Callable[[Communicator], Any], size: int = 2, **options: Any) -> l
 
 
 def boxes_of(comm: Communicator) -> Boxes:
-    route = comm._session.devices.mail.route
+    route = session_of(comm).devices.mail.route
     assert route is not None
     return route.boxes
 
 
 def are_empty(boxes: Boxes) -> bool:
-    return boxes.has_free() and not boxes._memory.full
+    return boxes.has_free() and not boxes.memory.full
 
 
 def links_of(comm: Communicator, call: Callable[[], object]) -> list[tuple[str, str, int]]:
@@ -155,7 +156,7 @@ def test_an_asynchronous_send_holds_its_array_until_it_is_done(word: np.ndarray)
         comm.barrier()
         hold(BACKEND.current_stream(), word)
         comm.send(x, 1 - comm.rank, async_op=True).wait()
-        still_there = weakref.ref(x._memory.base)
+        still_there = weakref.ref(x.memory.base)
         del x
         assert still_there() is not None
         comm.recv(y, 1 - comm.rank)
@@ -394,7 +395,7 @@ def test_memory_of_messages_is_used_again() -> None:
             x = comm.send_recv(x, 1 - comm.rank, 1 - comm.rank)
             comm.synchronize()
             comm.barrier()
-        return len(boxes_of(comm)._memory._allocations)
+        return len(boxes_of(comm).memory.allocations)
 
     assert run(body) == [1, 1]
 
@@ -403,14 +404,14 @@ def test_a_communicator_is_freed_while_its_messages_are_not_read(word: np.ndarra
     """Others get the memory of a message when it is read."""
 
     def body(comm: Communicator) -> None:
-        part, x, idle = comm.split(0), on_device(np.full(6, 3.0)), shadow._idle[gpu().driver]
+        part, x, idle = comm.split(0), on_device(np.full(6, 3.0)), shadow.IDLE[gpu().driver]
         for each in (comm, part):
             each.send_recv(x, 1 - comm.rank, 1 - comm.rank)
         part.send_recv(x, 1 - comm.rank, 1 - comm.rank)
         comm.synchronize()
         comm.barrier()
         if comm.rank == 0:
-            (memory,) = boxes_of(part)._memory._allocations
+            (memory,) = boxes_of(part).memory.allocations
             part.send(x, 1)
             part.free()
             comm.send(x, 1)
@@ -548,7 +549,7 @@ def test_threads_that_send_their_first_messages_at_once_use_one_set_of_boxes() -
                 ready.wait()  # noqa: B023 - it ends in this turn
                 around = 1 - comm.rank, 1 - comm.rank
                 y = part.send_recv(x, *around, tag, timeout=20)  # type: ignore[misc]
-                routes.append(part._session.devices.mail.route)  # noqa: B023
+                routes.append(session_of(part).devices.mail.route)  # noqa: B023
                 assert values(y) == values(x)
 
             with ThreadPoolExecutor(3) as pool:
@@ -591,7 +592,7 @@ def test_a_send_that_is_given_up_lets_the_next_one_go(word: np.ndarray) -> None:
             second = comm.send(on_device(np.full(3, 2.0)), 1, async_op=True)
             second.wait()
             BACKEND.synchronize()
-            comm._session.transport.failed.clear()  # or it would be kept until the process ends
+            transport_of(comm).failed.clear()  # or it would be kept until the process ends
         else:
             assert values(comm.recv(on_device(np.zeros(3)), 0)) == [2.0] * 3
         comm.barrier()

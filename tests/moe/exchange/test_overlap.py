@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from moe import mixtures, moe_gpt
+from moe import mixtures
 from parallel import Disk, Mesh, Recipe, Trainer, gpt
 from parallel.accounts.rank_times import COMPUTING, rank_times
 from parallel.commands.rank_report import differences
 from parallel.nn import Activations, Array, ArraySpec, Layer, Model, Step
 from parallel.run.computing import Alternation
-from tests.moe.models import test_training
 from tests.moe.models.test_training import Mixture, check, setup_of
 from tests.parallel.layouts import Setup, check_equal
 from tests.parallel.training import CONTEXT
@@ -83,10 +82,9 @@ def test_other_mixtures_equal_one_rank(mixture: Mixture) -> None:
 
 
 @pytest.mark.parametrize("dispatch", ["weights", "cheaper"])
-def test_ranks_wait_equally_often(monkeypatch: pytest.MonkeyPatch, dispatch: str) -> None:
+def test_ranks_wait_equally_often(dispatch: str) -> None:
     """In each of several parts, although ranks along context may dispatch in different ways."""
-    monkeypatch.setattr(test_training, "moe_gpt", partial(moe_gpt, num_parts=3))
-    mixture = Mixture("stable", blocks=4, dispatch=dispatch)
+    mixture = Mixture("stable", blocks=4, dispatch=dispatch, num_parts=3)
     check(overlapped(mixture=mixture, context=2, expert=2))
 
 

@@ -40,6 +40,7 @@ class Mixture(NamedTuple):
     ranks_per_host: int | None = None
     dropout: float = 0.0
     optimizer: str = "adam"  # on which the routing of later steps depends
+    num_parts: int = 1  # into which tokens are divided, which are exchanged one after the other
 
     def __call__(self, mesh: Mesh | None) -> Model:
         is_alone = mesh is None or mesh.size == 1
@@ -60,6 +61,7 @@ class Mixture(NamedTuple):
             ranks_per_host=self.ranks_per_host,
             dropout=self.dropout,
             expert_dropout=2 * self.dropout,
+            num_parts=self.num_parts,
         )
         if is_alone:
             LOGS[self] = log

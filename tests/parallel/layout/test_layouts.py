@@ -285,7 +285,7 @@ def test_live_activations_are_those_of_the_simulator(name: str) -> None:
         def counted(action: LayerForward) -> None:
             run.forward(action)
             if action.layer == layers[action.stage][-1]:
-                held = {*run._saved, *run._rests}
+                held = {*run.saved, *run.rests}
                 of_stage = {(k, trainer.stages.stage_of[name]) for k, name in held}
                 most[trainer.rank] = max(most.get(trainer.rank, 0), len(of_stage))
 

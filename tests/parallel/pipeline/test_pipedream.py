@@ -158,7 +158,7 @@ def test_every_micro_batch_counts_as_many_tokens_as_it_has() -> None:
     """Rows that ranks divide unevenly are divided unevenly again."""
     rows = [length(span(17, 2, rank)) for rank in range(2)]
     (first, *_) = setup_of(1, 2, 1).run()
-    totals = first.trainer.micro_batches._totals(17 * CONTEXT, CONTEXT)
+    totals = first.trainer.micro_batches.totals(17 * CONTEXT, CONTEXT)
     each = [[length(span(n, MICRO_BATCHES, k)) for k in range(MICRO_BATCHES)] for n in rows]
     assert totals == [CONTEXT * sum(pair) for pair in zip(*each, strict=True)]
     assert sum(totals) == 17 * CONTEXT

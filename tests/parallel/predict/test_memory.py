@@ -17,7 +17,6 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from collectives.programs import program
 from parallel import (
     SGD,
     Adam,
@@ -41,6 +40,7 @@ from parallel.run.memory import peak_memory, step_memory
 from parallel.sharding.sharding import DIVIDED
 from parallel.step import LayerBackward, LayerForward, Reshard, Update, WaitForCalls
 from parallel.strategies import SyncParameterServer
+from tests.inside import forget_programs, session_of
 from tests.parallel.training import ddp, hsdp, of_kind, zero1, zero2, zero3, zeropp
 
 ROOT = Path(__file__).parents[3]
@@ -182,7 +182,7 @@ class HoardsGradients(Trainer):
         self.functions[WaitForCalls], self.hoard = self.wait, []
 
     def wait(self, action: WaitForCalls) -> None:
-        self.hoard += map(self.arrays.full_gradients.get, self.units._reducing)
+        self.hoard += map(self.arrays.full_gradients.get, self.units.reducing)
         self.units.wait(action)
 
 
@@ -206,7 +206,7 @@ class HoardsActivations(Trainer):
         self.functions[LayerBackward], self.hoard = self.backward, []
 
     def backward(self, action: LayerBackward) -> None:
-        self.hoard += self.micro_batches._saved.values()
+        self.hoard += self.micro_batches.saved.values()
         self.micro_batches.backward(action)
 
 
@@ -386,8 +386,8 @@ def test_nothing_is_alive_after_a_step_but_what_is_counted(make: Make) -> None:
         before = numpys()
         strategy = trained(make, comm, large)
         assert min(map(strategy.view.unit_nbytes, strategy.model.units)) > 16 * 1024
-        comm._session.runs.forget()
-        program._compiled.cache_clear()
+        session_of(comm).runs.forget()
+        forget_programs()
         return numpys() - before - sum(strategy.memory.now.values())
 
     assert collectives.run(uncounted, size=1) == [0]

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from moe.gates import GATES
-from parallel.commands import presets
 from parallel.nn import LayerNorm
-from tests.fakes.arrays import FAKE, bare, waits
+from tests.fakes.arrays import FAKE, bare, use_as_device, waits
 from tests.parallel.run.device_runs import MICRO_BATCHES, RUNS, STEPS, trained
 
 LOSS = {"Scalars.sum_loss": STEPS}
@@ -34,7 +33,7 @@ OTHERS: dict[str, dict[str, int]] = {
 def test_the_host_waits_where_the_loss_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a pipeline that have no loss, and the server, wait for nothing."""
     wanted = [rank.losses for rank in trained(name)]
-    monkeypatch.setattr(presets, "device_namespace", lambda device, comm: FAKE)
+    use_as_device(monkeypatch)
     done = trained(name)
     assert [rank.losses for rank in done] == wanted
     found = [dict(rank.waits) for rank in done if rank.waits]
@@ -49,7 +48,7 @@ def test_a_wait_that_is_not_expected_is_noticed(monkeypatch: pytest.MonkeyPatch)
         return right(self, x, step)
 
     monkeypatch.setattr(LayerNorm, "forward", forward)
-    monkeypatch.setattr(presets, "device_namespace", lambda device, comm: FAKE)
+    use_as_device(monkeypatch)
     for rank in trained("ddp"):
         others = rank.waits - Counter(LOSS)
         num_norms = 3  # two in the block, and that of the head
@@ -63,7 +62,7 @@ def test_the_host_takes_no_times_of_a_device(
     """It only enqueues what the device does later."""
     trained(name, "--steps", "3")
     assert what in capsys.readouterr().out
-    monkeypatch.setattr(presets, "device_namespace", lambda device, comm: FAKE)
+    use_as_device(monkeypatch)
     trained(name, "--steps", "3")
     assert what not in capsys.readouterr().out
 

@@ -99,7 +99,7 @@ def test_a_gradient_that_is_not_summed_would_be_noticed() -> None:
     class Alone(Trainer):
         def __init__(self, *given: Any, **options: Any) -> None:
             super().__init__(*given, **options)
-            self.functions[Reduce] = lambda action: self.units._reducing.append(action.part)
+            self.functions[Reduce] = lambda action: self.units.reducing.append(action.part)
 
     alone = of_kind(Alone, partial(Sharding.zero, 2))
     assert not np.allclose(train(alone, 3)[0].losses, serial().losses, rtol=1e-6)

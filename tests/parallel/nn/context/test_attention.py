@@ -247,8 +247,8 @@ def test_an_exchange_that_forgets_positions_is_noticed(monkeypatch: pytest.Monke
         start = sum(exchange.lengths[:index])
         return y[:, :, start : start + exchange.lengths[index]]
 
-    monkeypatch.setattr(ulysses.Exchange, "_in_order", by_rank)
-    monkeypatch.setattr(ulysses.Exchange, "_positions", of_rank)
+    monkeypatch.setattr(ulysses.Exchange, "join_positions", by_rank)
+    monkeypatch.setattr(ulysses.Exchange, "positions_of", of_rank)
     fails(Case(2, 8, 2), UlyssesAttention)
 
 

@@ -26,7 +26,7 @@ def test_a_trainer_measures_the_overlap_and_changes_no_bit(form: str | None) -> 
             trainer = Trainer(mesh, model)
             trainer.start()
             if not is_measured:
-                trainer.overlap._num_steps = PERIOD + 2  # far from a reference step
+                trainer.overlap.num_steps = PERIOD + 2  # far from a reference step
             losses.append([trainer.step(*rows, 12) for _ in range(3)])
             seconds = trainer.overlap.seconds()
             assert (seconds is not None) == is_measured

@@ -1,17 +1,15 @@
-"""Layers: what they compute, every derivative against finite differences, and what a model is."""
+"""Layers: what they compute and keep, and every derivative against finite differences."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from parallel import MemoryTracker, Trainer
-from parallel.layout import Stages
+from parallel import MemoryTracker
 from parallel.nn import (
     ArraySpec,
     Attention,
@@ -22,9 +20,6 @@ from parallel.nn import (
     Layer,
     LayerNorm,
     Linear,
-    Model,
-    ParameterSpec,
-    Recompute,
     Residual,
     Sequential,
     Step,
@@ -32,21 +27,12 @@ from parallel.nn import (
     matmul,
 )
 from parallel.optim import dtype_of
-from parallel.pipeline import make
-from parallel.run.memory import peak_memory
-from parallel.sharding import Sharding
 from tests.parallel.nn.bound_models import (
-    CLOSE,
     Bound,
     Values,
-    actions_of,
     alone,
-    bound,
     check_gradients,
-    cross_entropy,
     in_float32,
-    num_gathers,
-    numerical,
     spec_of,
 )
 
@@ -462,76 +448,6 @@ def test_layers_keep_the_bytes_that_are_computed_by_hand() -> None:
     assert heads[:2] == (2 * 72 + 2 * 2 * 2 * 9, vectors)
 
 
-DEEP, ROWS, WIDTH = 24, 2, 4
-ARRAY = 64  # the bytes of the input of one linear layer: 2 rows of 4 numbers, in float64
-
-
-def deep(recompute: tuple[str, ...]) -> Model:
-    """24 layers, each of five linear ones of equal width, between an embedding and a loss."""
-    layers: dict[str, Layer] = {"embedding": Embedding(WIDTH, 1, WIDTH)}
-    layers |= {
-        f"layer{i}": Sequential({f"linear{k}": Linear(WIDTH, WIDTH) for k in range(5)})
-        for i in range(DEEP)
-    }
-    return Model(layers | {"loss": CrossEntropy()}, recompute=recompute)
-
-
-def deep_batch() -> tuple[Values, Values]:
-    return np.arange(ROWS)[:, None], np.arange(ROWS)[:, None]
-
-
-def check_deep(recompute: tuple[str, ...], kept: int, peak: int) -> None:
-    """Bytes by formula, and counted from the arrays of a step."""
-    model = deep(recompute)
-    formula = model.activation_bytes(ArraySpec.tokens(ROWS, 1, width=8))
-    assert formula.pop("loss").saved == ARRAY  # its derivative
-    assert formula.pop("embedding").saved == 0  # tokens
-    assert sum(each.saved for each in formula.values()) == kept
-    pairs = {(each.saved, each.extra) for each in formula.values()}
-    assert pairs <= {(5 * ARRAY, 0), (ARRAY, 4 * ARRAY)}
-    trainer, (inputs, targets) = Trainer(None, model), deep_batch()
-    trainer.begin(inputs, targets, ROWS)
-    trainer.run(trainer.actions[: DEEP + 2])  # forward
-    assert trainer.memory.now["activations"] == kept + ARRAY
-    trainer.step(inputs, targets, ROWS)
-    assert trainer.memory.peak["activations"] == peak
-    assert peak_memory(trainer, ROWS, 1)["activations"] == peak
-
-
-@pytest.mark.parametrize(
-    ("recompute", "kept", "peak"),
-    [
-        ((), 120 * 64, 121 * 64),  # the most is kept when the loss has run: 7744 bytes
-        (("layer*",), 24 * 64, 28 * 64),  # 1536; then the last layer computes four again: 1792
-        (("layer1*",), 76 * 64, 77 * 64),  # layers 1 and 10 to 19 keep one, the other 13 keep five
-    ],
-)
-def test_recomputation_keeps_24_of_120_inputs(
-    recompute: tuple[str, ...], kept: int, peak: int
-) -> None:
-    """Chen et al. 2016."""
-    check_deep(recompute, kept, peak)
-
-
-def test_what_recomputation_keeps_all_the_same_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The negative control: formulas as with recomputation, but all inputs are kept."""
-    for name in ("forward", "backward"):
-        kept = lambda self, *args, name=name: getattr(self.layer, name)(*args)  # noqa: E731
-        monkeypatch.setattr(Recompute, name, kept)
-    with pytest.raises(AssertionError, match=f"{120 * 64 + ARRAY} == "):
-        check_deep(("layer*",), 24 * 64, 28 * 64)
-
-
-def test_recomputation_changes_no_bit() -> None:
-    found = []
-    for recompute in ((), ("layer*",)):
-        trainer = Trainer(None, deep(recompute))
-        losses = [trainer.step(*deep_batch(), ROWS) for _ in range(3)]
-        assert trainer.micro_batches.num_recomputed == (3 * DEEP if recompute else 0)
-        found.append([losses, *(x.tobytes() for x in trainer.parameters.values())])
-    assert found[0] == found[1]
-
-
 def test_one_array_more_is_noticed() -> None:
     """The negative control: a layer that keeps its output too."""
 
@@ -542,272 +458,6 @@ def test_one_array_more_is_noticed() -> None:
 
     with pytest.raises(AssertionError):
         check_kept(Hoarder(), CASES["gelu"].input(), "float64")
-
-
-# The loss
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 3)])
-def test_cross_entropy_is_the_formula_and_its_gradient_the_central_difference(
-    shape: tuple[int, ...],
-) -> None:
-    rng = np.random.default_rng(0)
-    logits, targets = rng.standard_normal((*shape, 6)), rng.integers(0, 6, shape)
-    loss, slope = cross_entropy(logits, targets, 10)
-    chances = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
-    true = np.take_along_axis(chances, targets[..., None], axis=-1)
-    assert loss == pytest.approx(-np.sum(np.log(true)) / 10, rel=1e-14)
-    wanted = numerical(lambda: cross_entropy(logits, targets, 10)[0], logits)
-    np.testing.assert_allclose(slope, wanted, rtol=CLOSE, atol=CLOSE)
-
-
-def test_a_scale_multiplies_the_gradient_only() -> None:
-    logits, targets = np.random.default_rng(0).standard_normal((4, 6)), np.array([0, 5, 2, 2])
-    loss, slope = cross_entropy(logits, targets, 4)
-    scaled_loss, scaled = cross_entropy(logits, targets, 4, 1024.0)
-    assert scaled_loss == loss
-    np.testing.assert_array_equal(scaled, 1024 * slope)  # a power of two changes no digit
-
-
-def test_parts_of_a_batch_add_up_to_the_whole() -> None:
-    rng = np.random.default_rng(0)
-    logits, targets = rng.standard_normal((7, 3, 6)), rng.integers(0, 6, (7, 3))
-    loss, slope = cross_entropy(logits, targets, 21)
-    parts = [cross_entropy(logits[s], targets[s], 21) for s in (slice(0, 5), slice(5, 7))]
-    assert sum(part for part, _ in parts) == pytest.approx(loss, rel=1e-14)
-    np.testing.assert_array_equal(np.concatenate([part for _, part in parts]), slope)
-
-
-def test_large_logits_do_not_overflow() -> None:
-    loss, slope = cross_entropy(np.array([[1e4, 0.0]]), np.array([1]), 1)
-    assert loss == 1e4
-    np.testing.assert_array_equal(slope, [[1, -1]])
-
-
-@each_dtype
-def test_no_rows_have_no_loss(dtype: str) -> None:
-    none = np.zeros((0, 3, 6), dtype_of(dtype))
-    loss, slope = cross_entropy(none, np.zeros((0, 3), np.int64), 5)
-    assert loss == 0 and slope.shape == none.shape and slope.dtype == none.dtype
-
-
-@each_small_dtype
-def test_the_loss_of_two_bytes_is_float32s(dtype: str) -> None:
-    rng = np.random.default_rng(0)
-    logits, targets = rng.standard_normal((9, 50)), rng.integers(0, 50, 9)
-    small = logits.astype(dtype_of(dtype))
-    loss, slope = cross_entropy(small, targets, 9, 256.0)
-    wanted, wide = cross_entropy(small.astype(np.float32), targets, 9, 256.0)
-    assert loss == wanted
-    np.testing.assert_array_equal(slope, wide.astype(small.dtype))
-
-
-@pytest.mark.parametrize("wrong", [-1, 6, 300])
-def test_targets_and_tokens_out_of_range_are_refused(wrong: int) -> None:
-    """They would train to a plausible loss otherwise."""
-    with pytest.raises(ValueError, match=f"a target is {wrong}: there are classes 0 to 5"):
-        cross_entropy(np.zeros((2, 6)), np.array([0, wrong]), 2)
-    embedding = alone(Embedding(6, 3, 4)).whole
-    with pytest.raises(ValueError, match=f"a token is {wrong}: there are classes 0 to 5"):
-        embedding.forward(np.array([[0, wrong]]), Step())
-
-
-def test_a_layer_whose_name_has_a_dot_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"a layer is named 'a\.b': a name must not contain a dot"):
-        Model({"a.b": Linear(2, 2)})
-
-
-# Initial values
-
-
-def test_a_draw_depends_on_seed_and_name_alone() -> None:
-    spec = ParameterSpec((3, 2), std=2.0, mean=1.0)
-    drawn = spec.draw(5, "a")
-    np.random.default_rng(5).standard_normal(9)
-    np.testing.assert_array_equal(spec.draw(5, "a"), drawn)
-    assert drawn.shape == (3, 2) and drawn.dtype == np.float64
-    others = [spec.draw(5, "b"), spec.draw(6, "a"), spec.draw(5, "aa")]
-    assert all((other != drawn).all() for other in others)
-
-
-def test_a_draw_has_the_std_and_mean() -> None:
-    drawn = ParameterSpec((200, 200), std=2.0, mean=1.0).draw(0, "a")
-    assert drawn.mean() == pytest.approx(1, abs=0.05) and drawn.std() == pytest.approx(2, abs=0.05)
-    np.testing.assert_array_equal(ParameterSpec((3,), mean=1.0).draw(0, "a"), 1)
-
-
-# Models
-
-
-def embedding() -> Embedding:
-    return Embedding(6, 4, 3)
-
-
-def head() -> Sequential:
-    return Sequential({"norm": LayerNorm(3), "out": Unembedding(3, 6)})
-
-
-def four_layers(ties: dict[str, str] | None = None) -> Model:
-    layers = {"first": embedding(), "gelu": Gelu(), "mid": Linear(3, 3), "last": head()}
-    return Model(layers, ties)
-
-
-UNTIED = four_layers()
-TIED = four_layers({"last.out.table": "first.token"})
-NEIGHBORS = Model({"first": embedding(), "last": head()}, {"last.out.table": "first.token"})
-WITHOUT = Model(  # tied, and nothing of its own is left
-    {"first": embedding(), "mid": Linear(3, 3), "last": Unembedding(3, 6)},
-    {"last.table": "first.token"},
-)
-BACKWARDS = four_layers({"first.token": "last.out.table"})
-MODELS = [UNTIED, TIED, NEIGHBORS, WITHOUT, BACKWARDS]
-
-
-@pytest.mark.parametrize(
-    ("model", "wanted"),
-    [
-        (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
-        (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last", "first")}),
-        (NEIGHBORS, {"first": ("first",), "last": ("last", "first")}),
-        (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ("first",)}),
-        (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ("last",)}),
-    ],
-)
-def test_a_layer_names_the_units_that_it_uses(
-    model: Model, wanted: dict[str, tuple[str, ...]]
-) -> None:
-    assert {layer: model.units_of(layer) for layer in model.layers} == wanted
-
-
-@pytest.mark.parametrize(
-    ("model", "wanted"),
-    [
-        (UNTIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
-        (TIED, {"first": ("first",), "gelu": (), "mid": ("mid",), "last": ("last",)}),
-        (NEIGHBORS, {"first": ("first",), "last": ("last",)}),
-        (WITHOUT, {"first": ("first",), "mid": ("mid",), "last": ()}),
-        (BACKWARDS, {"first": ("first", "last"), "gelu": (), "mid": ("mid",), "last": ()}),
-    ],
-)
-def test_a_gradient_is_complete_at_the_first_layer_that_uses_it(
-    model: Model, wanted: dict[str, tuple[str, ...]]
-) -> None:
-    stages = Stages(model, make("1f1b", 1, 1))
-    assert {layer: stages.completed_units(layer) for layer in model.layers} == wanted
-
-
-@pytest.mark.parametrize(
-    ("model", "wanted"),
-    [
-        (UNTIED, {"first": 1, "mid": 1, "last": 1}),
-        (TIED, {"first": 2, "mid": 1, "last": 1}),
-        (NEIGHBORS, {"first": 1, "last": 1}),
-        (WITHOUT, {"first": 2, "mid": 1}),
-        (BACKWARDS, {"first": 1, "mid": 1, "last": 2}),
-    ],
-)
-def test_a_unit_is_gathered_as_often_as_layers_need_it(
-    model: Model, wanted: dict[str, int]
-) -> None:
-    assert num_gathers(model) == wanted
-
-
-def test_layers_run_in_the_order_given_and_back() -> None:
-    assert UNTIED.active_layers() == list(UNTIED.layers) == ["first", "gelu", "mid", "last"]
-    actions = actions_of(UNTIED, Sharding())
-    for kind, names in (
-        ("F", ["first", "gelu", "mid", "last"]),
-        ("B", ["last", "mid", "gelu", "first"]),
-    ):
-        assert [each.name for each in actions if each.code == kind] == names
-
-
-def random_model(rng: np.random.Generator) -> Model:
-    """Layers in a row, some without parameters, with ties in both directions."""
-    kinds = rng.integers(0, 4, rng.integers(2, 8))
-    layers: dict[str, Layer] = {f"l{i}": Linear(2, 2) if k else Gelu() for i, k in enumerate(kinds)}
-    names = [name for name, layer in layers.items() if layer.specs()]
-    tied = [name for name in names if rng.random() < 0.4][: len(names) - 1]
-    free = [name for name in names if name not in tied]
-    return Model(layers, {f"{name}.weight": f"{rng.choice(free)}.weight" for name in tied})
-
-
-@pytest.mark.parametrize("model", [*MODELS, *map(random_model, np.random.default_rng(0).spawn(60))])
-def test_units_are_gathered_and_completed_as_a_pass_does_it(model: Model) -> None:
-    """Both ways through the layers, holding what a layer and the next one use."""
-    for names in (list(model.layers), list(reversed(model.layers))):
-        times: Counter[str] = Counter()
-        held: set[str] = set()
-        for i, layer in enumerate(names):
-            following = {unit for name in names[i + 1 : i + 2] for unit in model.units_of(name)}
-            wanted = following.union(model.units_of(layer))
-            times.update(wanted - held)
-            held = (held | wanted) - ({*model.units_of(layer)} - following)
-        assert times == Counter(num_gathers(model)) and not held
-    open_until = {unit: layer for layer in reversed(model.layers) for unit in model.units_of(layer)}
-    stages = Stages(model, make("1f1b", 1, 1))
-    completed = {unit: layer for layer in model.layers for unit in stages.completed_units(layer)}
-    assert completed == open_until and set(completed) == set(model.units)
-
-
-@pytest.mark.parametrize(
-    "ties",
-    [
-        {"last.out.tabel": "first.token"},
-        {"last.out.table": "first.tokens"},
-        {"last.out.table": "frist.token"},
-        {"last.out.table": "first.position"},
-        {"last.out.table": "last.out.table"},
-        {"last.out.table": "first.token", "first.token": "last.out.table"},
-    ],
-)
-def test_a_tie_of_what_is_not_there_is_refused(ties: dict[str, str]) -> None:
-    here, there = next(iter(ties.items()))
-    with pytest.raises(ValueError, match=f"'{here}' cannot be tied to '{there}'"):
-        four_layers(ties)
-
-
-def test_a_unit_is_the_parameters_one_after_the_other() -> None:
-    model = TIED
-    assert model.unit_sizes == {"first": 6 * 3 + 4 * 3, "mid": 3 * 3 + 3, "last": 3 + 3}
-    assert model.num_parameters == 48
-    assert list(model.units["last"]) == ["last.norm.gain", "last.norm.bias"]
-    flats = {unit: np.arange(size) for unit, size in model.unit_sizes.items()}
-    views = model.named(flats)
-    assert list(views) == [
-        "first.token",
-        "first.position",
-        "mid.weight",
-        "mid.bias",
-        "last.norm.gain",
-        "last.norm.bias",
-    ]
-    np.testing.assert_array_equal(views["first.position"], np.arange(18, 30).reshape(4, 3))
-    np.testing.assert_array_equal(views["mid.bias"], [9, 10, 11])
-    views["mid.bias"][0] = 99
-    assert flats["mid"][9] == 99
-
-
-def test_a_draw_of_a_unit_is_the_draws_of_its_parameters() -> None:
-    drawn = UNTIED.named({unit: UNTIED.draw(unit, 3) for unit in UNTIED.units})
-    for name, value in drawn.items():
-        np.testing.assert_array_equal(value, UNTIED.specs[name].draw(3, name))
-
-
-def test_layers_work_on_the_arrays_they_are_bound_to() -> None:
-    """Tied ones on the same."""
-    model, values, slopes = bound(four_layers(TIED.ties))
-    first, last = model.layers["first"], model.layers["last"]
-    assert isinstance(last, Sequential)
-    for tables, flat in (
-        ([first.value["token"], last.layers["out"].value["table"]], values["first"]),
-        ([first.gradient["token"], last.layers["out"].gradient["table"]], slopes["first"]),
-    ):
-        for table in tables:
-            table[2, 1] += 1
-            assert np.shares_memory(table, flat) and table.shape == (6, 3)
-        np.testing.assert_array_equal(tables[0], tables[1])
-    assert slopes["first"][2 * 3 + 1] == 2  # from both
 
 
 @pytest.mark.parametrize("name", WITH_PARAMETERS)
@@ -824,13 +474,3 @@ def test_an_unbound_layer_cannot_be_used(name: str) -> None:
     for use in (lambda: layer.forward(x, Step()), lambda: layer.backward(dy, saved)):
         with pytest.raises(KeyError):
             use()
-
-
-def test_a_tied_layer_needs_both_units() -> None:
-    model, values, _ = bound(four_layers(TIED.ties))
-    x = np.zeros((1, 2, 3))
-    model.bind("last", {"last": values["last"]})
-    with pytest.raises(KeyError, match="table"):
-        model.layers["last"].forward(x, Step())
-    model.bind("last", {unit: values[unit] for unit in model.units_of("last")})
-    model.layers["last"].forward(x, Step())
