@@ -38,9 +38,9 @@ def has_gpu() -> bool:
 
 
 WITH_TORCH = (
-    HERE / "parallel" / "test_autograd.py",
-    HERE / "parallel" / "test_pipeline_torch.py",
-    HERE / "moe" / "test_torch.py",
+    HERE / "parallel" / "nn" / "test_against_pytorch.py",
+    HERE / "parallel" / "pipeline" / "test_against_pytorch.py",
+    HERE / "moe" / "layers" / "test_against_pytorch.py",
     HERE / "bench" / "torch" / "test_backends.py",
     HERE / "test_torch_tier.py",
     HERE / "test_torch_jobs.py",

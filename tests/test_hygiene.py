@@ -14,7 +14,7 @@ from tests.test_mpi_tier import ROOT, SUITE, run_suite
 
 ON_THREADS = """
 import numpy as np, pytest, collectives
-from tests.fake_device import on_device
+from tests.fakes.device import on_device
 kept = []
 
 def leaves_nothing(comm):

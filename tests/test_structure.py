@@ -1,4 +1,7 @@
-"""The shape of the packages: what an import brings with it, small folders, and few base classes."""
+"""The shape of the packages: what an import brings with it, small folders, and few base classes.
+
+The tests have the folders of what they test.
+"""
 
 from __future__ import annotations
 
@@ -82,6 +85,35 @@ def test_a_crowded_folder_is_noticed(tmp_path: Path) -> None:
     for number in range(MOST_FILES + 1):
         (tmp_path / f"file{number}.py").touch()
     assert crowded(tmp_path) == [tmp_path.name]
+
+
+# Folders of tests that test no single folder of the product: whole jobs, and what tests use.
+OF_THEIR_OWN = {"chaos", "cluster", "fakes", "gpu", "mpi", "site"}
+
+
+def without_counterpart(tests: Path) -> list[str]:
+    """The folders with tests that no folder of the product has the name of."""
+    folders = {path.parent.relative_to(tests) for path in tests.rglob("*/test_*.py")}
+    places = ROOT, ROOT / "collectives"
+    return sorted(
+        str(folder)
+        for folder in folders
+        if folder.parts[0] not in OF_THEIR_OWN
+        and not any((place / folder).is_dir() for place in places)
+    )
+
+
+def test_the_folders_of_tests_have_the_names_of_folders_of_the_product() -> None:
+    assert without_counterpart(ROOT / "tests") == []
+
+
+def test_a_folder_of_tests_that_nothing_in_the_product_has_the_name_of_is_noticed(
+    tmp_path: Path,
+) -> None:
+    for folder in ("arrays", "parallel/nn", "chaos", "parallel/layers", "array"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "test_something.py").touch()
+    assert without_counterpart(tmp_path) == ["array", "parallel/layers"]
 
 
 def test_a_folder_says_what_it_is_in_its_docstring() -> None:

@@ -20,7 +20,7 @@ from collectives.launch.mpirun import find_mpirun
 from collectives.torch.versions import HAS_BACKENDS
 from tests.chaos import __main__ as chaos
 from tests.chaos.drawing import Job, Step
-from tests.pages import blocks
+from tests.docs.pages import blocks
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "torch.md"
@@ -327,9 +327,9 @@ HELD_DEVICE = """
 import pytest, torch, torch.distributed as dist
 from datetime import timedelta
 from mpi4py import MPI
-from tests.device.held_stream import hold, released
-from tests.fake_device import BACKEND
-from tests.fake_driver import gpu
+from tests.fakes.held_stream import hold, released
+from tests.fakes.device import BACKEND
+from tests.fakes.driver import gpu
 from tests.torch.places import fake_place
 from collectives.torch import communicator
 dist.init_process_group("ring")

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from collectives.launch.mpirun import find_mpirun
-from tests.test_documents import EXAMPLE
+from tests.docs.test_documents import EXAMPLE
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("wheel")]
 

@@ -55,8 +55,8 @@ def _ops(case: Case) -> dict[str, MPI.Op]:
 
 def _buffers(case: Case, buffers: Buffers) -> tuple[Any, Any]:
     """Send and receive buffer, MPI_IN_PLACE for one of them where MPI wants it."""
-    send = _described(case, buffers.x, case.in_counts)
-    receive = _described(case, buffers.y, case.out_counts)
+    send = described(case, buffers.x, case.in_counts)
+    receive = described(case, buffers.y, case.out_counts)
     if case.collective == "exscan" and receive is None:
         return send, np.empty(send.shape, case.dtype)  # for mpi4py; MPI needs none on rank 0
     if not buffers.is_in_place or send is None or receive is None:
@@ -66,7 +66,7 @@ def _buffers(case: Case, buffers: Buffers) -> tuple[Any, Any]:
     return MPI.IN_PLACE, send if case.collective == "reduce_scatter" else receive
 
 
-def _described(case: Case, x: Array | None, counts: Sequence[int]) -> Any:
+def described(case: Case, x: Array | None, counts: Sequence[int]) -> Any:
     """Return an array as mpi4py takes it.
 
     Itself, or its bytes where MPI does not know the dtype; bytes with counts if blocks are uneven.

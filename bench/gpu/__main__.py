@@ -24,7 +24,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -67,6 +67,16 @@ LAYOUTS = {
 }
 
 
+class Limits(NamedTuple):
+    """The seconds in which all steps may run, and in which one may."""
+
+    of_all: float = BUDGET
+    of_one: float = LIMIT
+
+
+LIMITS = Limits()
+
+
 class Step(NamedTuple):
     """A command, and the name of its files; `json`: the option that names its file of numbers."""
 
@@ -84,19 +94,37 @@ def add_options(parse: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run all steps; return 0, or 1 if one fails.  Raises Refused."""
-    folder = options.out
     if reason := why_unavailable():
         raise Refused(f"nothing was run: {reason}")
     with refusing():
-        folder.mkdir(parents=True, exist_ok=True)
-    chosen = [step for step in steps(no_mpi()) if step.name.startswith(tuple(options.only or [""]))]
-    lines = all_ended(chosen, folder)
-    numbers = facts() | {step.name: found for step in chosen if (found := numbers_of(step, folder))}
-    write_json(numbers, folder / "gpu.json")
+        options.out.mkdir(parents=True, exist_ok=True)
+    why_no_mpi = no_mpi()
+    return run_steps(chosen(steps(why_no_mpi), options.only), options.out, facts(), why_no_mpi)
+
+
+def chosen(of_all: Iterable[Step], words: Sequence[str] | None) -> list[Step]:
+    """Return the steps whose names begin with one of these words; all steps without words."""
+    return [step for step in of_all if step.name.startswith(tuple(words or [""]))]
+
+
+def run_steps(
+    to_run: Sequence[Step],
+    folder: Path,
+    machine: Mapping[str, Any],
+    why_no_mpi: str | None = None,
+    limits: Limits = LIMITS,
+) -> int:
+    """Run steps, and write their numbers and a summary; return 0, or 1 if one fails.
+
+    `machine`: when and on what they run.
+    """
+    lines = all_ended(to_run, folder, limits)
+    numbers = {step.name: read for step in to_run if (read := numbers_of(step, folder))}
+    write_json({**machine, **numbers}, folder / "gpu.json")
     failed = [line for line in lines if not line.startswith("ok")]
     lines.append(f"{len(failed)} of {len(lines)} steps failed; see {folder}/")
-    if reason := no_mpi():
-        lines.append(f"left out, for there is no MPI: what takes mpirun.  {reason}")
+    if why_no_mpi:
+        lines.append(f"left out, for there is no MPI: what takes mpirun.  {why_no_mpi}")
     (folder / "summary.txt").write_text("\n".join(lines) + "\n")
     print("", *lines, sep="\n")
     return int(bool(failed))
@@ -177,17 +205,21 @@ def launched(num_ranks: int) -> list[str]:
     return ["-m", "collectives.launch", "-n", str(num_ranks), "--timeout", seconds]
 
 
-def all_ended(chosen: Sequence[Step], folder: Path) -> list[str]:
+def all_ended(to_run: Sequence[Step], folder: Path, limits: Limits = LIMITS) -> list[str]:
     """Run steps; return a line for each.  Tests run at the same time, for they take no times."""
-    end = time.monotonic() + BUDGET
-    tests = [step for step in chosen if step.name.startswith(TESTS)]
-    others = [step for step in chosen if step not in tests]
+    end = time.monotonic() + limits.of_all
+
+    def line_of(step: Step) -> str:
+        return ended(step, folder, min(limits.of_one, end - time.monotonic()))
+
+    tests = [step for step in to_run if step.name.startswith(TESTS)]
+    others = [step for step in to_run if step not in tests]
     with ThreadPoolExecutor(max(1, len(tests))) as pool:
-        lines = list(pool.map(lambda step: ended(step, folder, BUDGET), tests))
-    return lines + [ended(step, folder, end - time.monotonic()) for step in others]
+        lines = list(pool.map(line_of, tests))
+    return lines + [line_of(step) for step in others]
 
 
-def ended(step: Step, folder: Path, seconds_left: float) -> str:
+def ended(step: Step, folder: Path, seconds: float) -> str:
     """Run a step; return a line with its result, which begins with "ok" if it succeeded."""
     print(f"\n== {step.name}: python {' '.join(step.command)}", flush=True)
     path, began = file_of(step, folder, "txt"), time.monotonic()
@@ -196,7 +228,7 @@ def ended(step: Step, folder: Path, seconds_left: float) -> str:
         if step.json is not None:
             (numbers := file_of(step, folder, "json")).unlink(missing_ok=True)  # of another run
             command += [step.json, str(numbers)]
-        limit = int(min(LIMIT, seconds_left))
+        limit = int(seconds)
         status = status_of(command, file, limit) if limit > 0 else None
         late = f"failed: not done after {limit} s" if limit > 0 else "failed: no time was left"
         how = late if status is None else f"failed with status {status}" if status else "ok"

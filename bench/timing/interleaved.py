@@ -136,10 +136,10 @@ def _sample(run: Run, x: Array | None, calls: int, end: Callable[[], object]) ->
     """Return seconds of a call: of a large one alone, of a small one in the mean over many."""
     if calls == 1:
         return _single(run, x, end)
-    return _block(run, x, calls, end)
+    return block_of_calls(run, x, calls, end)
 
 
-def _block(run: Run, x: Array | None, calls: int, end: Callable[[], object]) -> float:
+def block_of_calls(run: Run, x: Array | None, calls: int, end: Callable[[], object]) -> float:
     """Time many calls, one after the other, on zeros, which stay zeros if they are added."""
     if isinstance(run, Fresh):
         return _fresh(run, run.inputs(calls), end)

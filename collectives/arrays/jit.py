@@ -150,7 +150,7 @@ def _once(kind: str, py_function: Any, signature: object, make: Callable[[], Any
     key = kind, py_function.__code__, repr(closure), signature
     with _one_thread:
         if key not in _compiled:
-            if reason := _why_unavailable():
+            if reason := why_unavailable():
                 raise RuntimeError(f"{name} cannot be compiled: {reason}")
             _compiled[key] = make()
         return _compiled[key]

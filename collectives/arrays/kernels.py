@@ -15,7 +15,7 @@ import numpy as np
 
 from collectives.arrays import jit
 
-_KINDS = {
+KINDS = {
     "add": "iufc",
     "multiply": "iufc",
     "minimum": "biuf",
@@ -33,7 +33,7 @@ def combine(function: str, dtype: np.dtype[Any]) -> int | None:
     It is `void(int64 dst, int64 left, int64 right, int64 n)`: three addresses and the number of
     elements.  `dst` is `left`, `right` or both, or it overlaps neither.
     """
-    if kind(dtype) not in _KINDS.get(function, "") or not _is_served(dtype):
+    if kind(dtype) not in KINDS.get(function, "") or not _is_served(dtype):
         return None
     operation = _operation(function, dtype)
     if operation is None:
@@ -105,13 +105,13 @@ def _is_served(dtype: np.dtype[Any]) -> bool:
 def _operation(function: str, dtype: np.dtype[Any]) -> str | None:
     """Return the operation of `loops` that gives NumPy's result on this processor, or None."""
     if function in ("minimum", "maximum"):
-        return _comparison(function, dtype)
+        return comparison_of(function, dtype)
     if function == "multiply" and dtype.kind == "c":
-        return _complex_multiply(dtype)
+        return complex_multiply(dtype)
     return function
 
 
-def _comparison(function: str, dtype: np.dtype[Any]) -> str | None:
+def comparison_of(function: str, dtype: np.dtype[Any]) -> str | None:
     """Return the comparison for which NumPy takes the left element; it matters for 0.0 and -0.0."""
     strict, or_equal = ("<", "<=") if function == "minimum" else (">", ">=")
     if kind(dtype) != "f":
@@ -120,7 +120,7 @@ def _comparison(function: str, dtype: np.dtype[Any]) -> str | None:
     return {(False, True): or_equal, (True, False): strict}.get(tuple(signs.tolist()))
 
 
-def _complex_multiply(dtype: np.dtype[Any]) -> str | None:
+def complex_multiply(dtype: np.dtype[Any]) -> str | None:
     """Return "multiply" if NumPy rounds each product, "fused multiply" if not the first; else None.
 
     Each part of a complex product is the sum of two products, here of -+1 and +-(1 - e * e), in

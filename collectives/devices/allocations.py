@@ -44,7 +44,7 @@ class Exports:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._open: OrderedDict[int, Exported] = OrderedDict()
+        self.opened: OrderedDict[int, Exported] = OrderedDict()
         self._closing: dict[int, Exported] = {}
         self._pins, self._lock = Counter[int](), threading.Lock()  # threads may pin too
 
@@ -52,25 +52,25 @@ class Exports:
         """Return a buffer with its allocation.  Raises DriverError if it cannot be exported."""
         number = self._driver.buffer_id(address)
         with self._lock:
-            if number not in self._open:
+            if number not in self.opened:
                 base, allocated = self._driver.allocation(address)
-                self._open[number] = Exported(base, allocated, self._driver.handle(base), owner)
-            self._open.move_to_end(number)
-            base, allocated, handle, _ = self._open[number]
+                self.opened[number] = Exported(base, allocated, self._driver.handle(base), owner)
+            self.opened.move_to_end(number)
+            base, allocated, handle, _ = self.opened[number]
         return Buffer(address, size, address - base, number, allocated, handle)
 
     @property
     def is_full(self) -> bool:
         """Whether peers must close some in a meeting."""
-        return len(self._open) > MOST_EXPORTED
+        return len(self.opened) > MOST_EXPORTED
 
     def to_close(self) -> list[int]:
         """Return the ids of allocations that peers must close now."""
         with self._lock:
-            excess = min(len(self._open) - MOST_EXPORTED, NUM_CLOSING - len(self._closing))
-            unpinned = (number for number in self._open if not self._pins[number])
+            excess = min(len(self.opened) - MOST_EXPORTED, NUM_CLOSING - len(self._closing))
+            unpinned = (number for number in self.opened if not self._pins[number])
             for number in list(islice(unpinned, max(excess, 0))):
-                self._closing[number] = self._open.pop(number)
+                self._closing[number] = self.opened.pop(number)
             return list(self._closing)
 
     def pin(self, numbers: Iterable[int]) -> None:
@@ -91,7 +91,7 @@ class Exports:
 
     def free(self) -> None:
         """Release everything."""
-        self._open.clear()
+        self.opened.clear()
         self._closing.clear()
         self._pins.clear()
 

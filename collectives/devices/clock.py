@@ -15,7 +15,7 @@ from collectives.arrays import Backend
 from collectives.devices.driver import Driver, DriverError
 from collectives.devices.streams import STREAMS
 
-_SECONDS = 1.0  # in which the clocks of the host and of a device do not differ by much
+SECONDS = 1.0  # in which the clocks of the host and of a device do not differ by much
 _TRIES = 3
 _PATIENCE = 0.02  # seconds for a try
 
@@ -55,7 +55,7 @@ class Clock:
         Raises DriverError, and TimeoutError if the device has never answered.
         """
         with self._lock:
-            if self._last is None or time.perf_counter() - self._last.seconds > _SECONDS:
+            if self._last is None or time.perf_counter() - self._last.seconds > SECONDS:
                 self._last = min(self._tries(), key=itemgetter(0), default=(0.0, self._last))[1]
             if self._last is None:
                 raise TimeoutError("the device does not come to an event on a stream of its own")

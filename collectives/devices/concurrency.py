@@ -25,13 +25,13 @@ from collectives.lowering import Counter, DeviceKind, DeviceOperation, Step
 NUM_ROUNDS = 16
 _NUM_TIMED, _NUM_THREADS = 4, 32  # kernels, each of one block of so many threads
 SECONDS_OF_A_ROUND = 30e-6  # more than a signal takes to another GPU; less than a turn
-_SECONDS = 0.5  # within which the kernels of all ranks end
+SECONDS = 0.5  # within which the kernels of all ranks end
 _READY = 1  # the turn of the answer
 _SURE = 3  # a verdict beside WORKS and FAILS: this rank knows whether kernels can wait
 _NO_KERNEL = "there is no kernel that runs programs"
 
 Member = tuple[int, bytes]  # of a communicator: its process and its device
-_known: dict[frozenset[Member], str] = {}  # why kernels of these cannot wait for each other
+REASONS: dict[frozenset[Member], str] = {}  # why kernels of these cannot wait for each other
 _UINT8 = np.dtype(np.uint8)  # of a kernel that only copies, and here only signals
 
 
@@ -62,9 +62,9 @@ def _known_of(members: frozenset[Member]) -> str | None:
 
     If the kernels of more members can, the kernels of a part of them can too.
     """
-    if any(members <= others and not why for others, why in _known.copy().items()):
+    if any(members <= others and not why for others, why in REASONS.copy().items()):
         return ""
-    return _known.get(members)
+    return REASONS.get(members)
 
 
 def addresses(meeting: Meeting, counters: dict[int, int]) -> program.Addresses:
@@ -111,7 +111,7 @@ class Handshake:
         if FAILS in verdicts:
             return _NO_KERNEL
         if verdicts != {_SURE}:
-            _known[self._members] = yield from self._why_not()
+            REASONS[self._members] = yield from self._why_not()
         return _known_of(self._members)
 
     def _verdicts(self) -> Waits:
@@ -128,7 +128,7 @@ class Handshake:
         except DriverError as error:
             return str(error)
         if seconds is None:
-            return f"the kernels of the ranks do not end within {_SECONDS} s"
+            return f"the kernels of the ranks do not end within {SECONDS} s"
         if seconds > NUM_ROUNDS * SECONDS_OF_A_ROUND:
             return f"ranks take turns: a signal takes {seconds / NUM_ROUNDS * 1e6:.0f} us"
         return ""
@@ -156,7 +156,7 @@ class Handshake:
         STREAMS.note_waiting(driver, stream)
         try:
             for run, event in enumerate(events):
-                self._launch(kernel, words, stream, run)
+                self.launch(kernel, words, stream, run)
                 driver.call("cuEventRecord", event, stream.handle)
             has_ended = yield from self._until_ended(events[-1])
             return min(starmap(driver.seconds_between, pairwise(events))) if has_ended else None
@@ -168,7 +168,7 @@ class Handshake:
 
     def _until_ended(self, event: int) -> Waits:
         """Wait for the kernels; return whether they have ended by themselves in time."""
-        deadline = time.monotonic() + _SECONDS
+        deadline = time.monotonic() + SECONDS
 
         def has_ended() -> bool:
             return self._driver.is_complete(event)
@@ -183,7 +183,7 @@ class Handshake:
         yield Wait(has_ended, missing, is_at_work=True)
         return False
 
-    def _launch(self, kernel: int, words: program.Words, stream: Stream, run: int) -> None:
+    def launch(self, kernel: int, words: program.Words, stream: Stream, run: int) -> None:
         number = ctypes.c_int64(run)
         places = words.ctypes.data, ctypes.addressof(number)
         parameters = (ctypes.c_int64 * 2)(*places)

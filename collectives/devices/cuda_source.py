@@ -304,14 +304,14 @@ def _value(function: str, dtype: np.dtype[Any]) -> str:
 def _result(function: str, dtype: np.dtype[Any]) -> str | None:
     """Return the expression that combines x and y; None if NumPy's way is not known."""
     if function in ("minimum", "maximum"):
-        comparison = _comparison(function, dtype)
+        comparison = comparison_of(function, dtype)
         return comparison and f"x {comparison} y || x != x ? x : y"
     signs = {"add": "+", "multiply": "*", "bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
     return f"x {signs[function]} y"
 
 
 @cache
-def _comparison(function: str, dtype: np.dtype[Any]) -> str | None:
+def comparison_of(function: str, dtype: np.dtype[Any]) -> str | None:
     """Return the comparison for which NumPy takes the left element; it matters for 0.0 and -0.0."""
     strict, or_equal = ("<", "<=") if function == "minimum" else (">", ">=")
     if not has_infinities(dtype):

@@ -257,9 +257,9 @@ class Proposal:
             yield Wait(lambda: links.staged is not None or bool(links.why_lost), missing)
             return
         try:
-            yield from self._look(meeting)
+            yield from self.look(meeting)
             if links.staged is None:
-                links.staged = frozenset(self._staged_pairs(meeting.verdicts()))
+                links.staged = frozenset(self.staged_pairs(meeting.verdicts()))
                 if self._rank == meeting.ranks[0] and not links.is_of_one_process:
                     tell_of_sharing(links.uuids, self._driver.num_devices())
             for rank in meeting.ranks:
@@ -294,7 +294,7 @@ class Proposal:
         self._meeting.missing()  # after that: a proposal is published before the record
         return any(rank not in self._meeting.slots for rank in call.slots)
 
-    def _look(self, meeting: Meeting) -> Waits:
+    def look(self, meeting: Meeting) -> Waits:
         """Find out which ranks this one can read, and say so."""
         links, driver = self._links, self._driver
         peers = [rank for rank in meeting.ranks if rank != self._rank]
@@ -302,7 +302,7 @@ class Proposal:
         records = [meeting.record(rank) for rank in peers]
         if not all(map(links.is_open, records)):
             yield Wait(partial(STREAMS.may_block, driver), list, is_at_work=True)
-        links.why = {rank: self._why_unreadable(rank) for rank in peers}
+        links.why = {rank: self.why_unreadable(rank) for rank in peers}
         links.counters = self._opened_counters(meeting)  # now, while it may wait for all streams
         failed = 0
         if not links.is_of_one_process:
@@ -321,7 +321,7 @@ class Proposal:
                     counters[rank] = self._links.address(record, _COUNTERS)
         return counters
 
-    def _staged_pairs(self, verdicts: dict[int, int]) -> Iterator[Pair]:
+    def staged_pairs(self, verdicts: dict[int, int]) -> Iterator[Pair]:
         """Yield the pairs of which one cannot read the other's memory."""
         parts = self._links.board.parts
         for low, high in combinations(sorted(verdicts), 2):
@@ -329,7 +329,7 @@ class Proposal:
             if not both:
                 yield low, high
 
-    def _why_unreadable(self, rank: int) -> str:
+    def why_unreadable(self, rank: int) -> str:
         """Return why this rank cannot read another one's memory; "" if the pattern is there."""
         record = self._meeting.record(rank)
         if record["why_staged"]:

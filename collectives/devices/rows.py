@@ -91,7 +91,7 @@ class HostRows:
         elif operation.kind == DeviceKind.SIGNAL:
             self._signal(operation, word_of(counter), int(rows[row, VALUE]))
         else:
-            yield from self._await(operation, word_of(counter), int(rows[row, VALUE]))
+            yield from self.await_word(operation, word_of(counter), int(rows[row, VALUE]))
 
     def _signal(self, operation: DeviceOperation, word: Any, value: int) -> None:
         """Record an event, then let the host of the other thread know it."""
@@ -100,7 +100,7 @@ class HostRows:
         self._driver.call("cuEventRecord", event, self._loop.stream)
         word[0] = value
 
-    def _await(self, operation: DeviceOperation, word: Any, value: int) -> Waits:
+    def await_word(self, operation: DeviceOperation, word: Any, value: int) -> Waits:
         """Let the stream wait for the event of another thread, once it is recorded."""
         counter = operation.counter
         assert counter is not None
@@ -134,16 +134,16 @@ class HostRows:
     def _send_all(self) -> Waits:
         """Send all messages whose data the device copies."""
         while self._leaving:
-            yield Wait(self._is_copied, list, is_at_work=True)
+            yield Wait(self.is_copied, list, is_at_work=True)
             self._send_copied()
 
-    def _is_copied(self) -> bool:
+    def is_copied(self) -> bool:
         """Return whether the data of the next message is copied, or there is no next message."""
         return not self._leaving or self._driver.is_complete(self._leaving[0].event)
 
     def _send_copied(self) -> None:
         """Send the messages whose data is copied, in order; give their events back."""
-        while self._leaving and self._is_copied():
+        while self._leaving and self.is_copied():
             self._check()  # or ranks of other hosts would take void data for theirs
             row, peer, data, event = self._leaving.popleft()
             STREAMS.give_back_event(self._driver, event)

@@ -38,7 +38,7 @@ class Allocation:
 
 
 # All are kept: peers may have them open, and to free them would wait for all streams.
-_idle: dict[Driver, list[Allocation]] = {}
+IDLE: dict[Driver, list[Allocation]] = {}
 _used = set[Allocation]()
 
 _LOCK = threading.RLock()  # memory may be given back when Python frees objects
@@ -89,7 +89,7 @@ def taken(driver: Driver, num_bytes: int) -> Allocation:
     If there is none, a new one is made, which may wait for all streams.  Raises DriverError.
     """
     with _LOCK:
-        idle = _idle.setdefault(driver, [])
+        idle = IDLE.setdefault(driver, [])
         fitting = [allocation for allocation in idle if allocation.num_bytes >= num_bytes]
         if fitting:
             smallest = min(fitting, key=lambda allocation: allocation.num_bytes)
@@ -106,7 +106,7 @@ def give_back(driver: Driver, allocation: Allocation) -> None:
     """Let others have the memory."""
     with _LOCK:
         _used.discard(allocation)
-        _idle.setdefault(driver, []).append(allocation)
+        IDLE.setdefault(driver, []).append(allocation)
 
 
 def _merged(extents: Iterable[Extent]) -> list[Extent]:

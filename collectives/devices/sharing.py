@@ -21,11 +21,11 @@ def tell_of_sharing(uuids: Mapping[int, bytes], num_devices: int) -> None:
     """
     num_used = len(set(uuids.values()))
     if num_used < min(num_devices, len(uuids)):
-        _warn_once(len(uuids), num_used, num_devices)
+        warn_once(len(uuids), num_used, num_devices)
 
 
 @cache
-def _warn_once(*numbers: int) -> None:
+def warn_once(*numbers: int) -> None:
     message = (
         "%d ranks of this host use %d of the %d GPUs that CUDA_VISIBLE_DEVICES leaves: call "
         "comm.use_gpu() before arrays are made, or launch with --gpus-per-rank"

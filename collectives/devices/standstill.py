@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from collectives.engines import Board, HostMemory, PendingCall
 
 # Threads of this library that make no call of the program.
-_THREADS = {"collectives watch", "collectives loading", "collectives flight recorder"}
+THREADS = {"collectives watch", "collectives loading", "collectives flight recorder"}
 _NUM_LOOKS = 2  # the first one may have begun before the ranks were seen to wait
-_SECONDS = 0.05  # between two looks
+SECONDS = 0.05  # between two looks
 _FIRST_PATIENCE, _MOST_PATIENCE = 4, 256  # looks after which the ranks are seen anew
 
 
@@ -36,7 +36,7 @@ class Standstill:
     """
 
     def __init__(self, board: Board, in_flight: Sequence[PendingCall]) -> None:
-        self._board, self._in_flight = board, in_flight
+        self._board, self.in_flight = board, in_flight
         self._wait: object = None  # that is shown
         self._seen: dict[int, tuple[int, int]] = {}  # for each rank the number of its wait; looks
         self._num_looks, self._patience = 0, _FIRST_PATIENCE
@@ -44,7 +44,7 @@ class Standstill:
 
     def begin(self) -> None:
         """Note that a call begins."""
-        self._next_look = time.monotonic() + _SECONDS
+        self._next_look = time.monotonic() + SECONDS
 
     @property
     def is_due(self) -> bool:
@@ -63,7 +63,7 @@ class Standstill:
         what : str
             The wait as text.
         """
-        self._next_look = time.monotonic() + _SECONDS
+        self._next_look = time.monotonic() + SECONDS
         memory = self._board.memory
         if memory is None or memory.is_of_threads or not missing or not self._is_alone():
             self.end()
@@ -97,7 +97,7 @@ class Standstill:
         """Return whether no other thread or call of this rank can come to another call."""
         current = threading.current_thread()
         others = [thread for thread in threading.enumerate() if thread is not current]
-        return not self._in_flight and all(thread.name in _THREADS for thread in others)
+        return not self.in_flight and all(thread.name in THREADS for thread in others)
 
     def _find(self, memory: HostMemory) -> None:
         """End the waits of ranks that stand still, if this one is among them."""

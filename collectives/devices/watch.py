@@ -37,7 +37,7 @@ from collectives.errors import CollectiveError, CollectiveTimeout, PeerFailed
 
 _log = logging.getLogger(__name__)
 
-_OFTEN, _SELDOM = 0.01, 0.1  # seconds between two looks of the thread
+OFTEN, SELDOM = 0.01, 0.1  # seconds between two looks of the thread
 _SECONDS_OF_MARKS = 1.0  # in which the device comes to them, unless more is enqueued before
 _SECONDS_TO_END = 5.0  # that a device has after it was let go
 
@@ -302,10 +302,10 @@ class _Thread:
             return list(self._watches)
 
     def _work(self) -> None:
-        seconds = _SELDOM
+        seconds = SELDOM
         while not self._is_over.wait(seconds):
             is_busy = [self._look(watch) for watch in self._all()]
-            seconds = _OFTEN if any(is_busy) else _SELDOM
+            seconds = OFTEN if any(is_busy) else SELDOM
 
     def _look(self, watch: Watch) -> bool:
         """Look at one communicator; return whether to do so again soon.

@@ -60,10 +60,10 @@ def why_refused(way: Way, program: Sequence[str] = PROGRAM, seconds: float = SEC
     done = launch(
         2, program, mpi_args=way.options, env=way.variables, timeout=seconds, capture=True
     )
-    return "" if done.returncode == 0 else _why(done.returncode, done.stdout, done.stderr)
+    return "" if done.returncode == 0 else why_failed(done.returncode, done.stdout, done.stderr)
 
 
-def _why(status: int, output: str, errors: str) -> str:
+def why_failed(status: int, output: str, errors: str) -> str:
     """Return why a job has failed, from what it has written."""
     lines = output.splitlines()
     if said := [line for line in lines if line.startswith((WRONG, ERROR))]:

@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 def read(parse: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Return the options before the program, and the program with its arguments."""
-    before, program = _split(words)
+    before, program = split_words(words)
     options = parse.parse_args(before)
     if not program or program == ["-m"]:
         parse.error("a script, or -m and a module, is needed")
@@ -121,7 +121,7 @@ def _dumps(text: str) -> Path:
 _WITH_VALUES = ("-n", "--mpi-args", "--timeout", "--flight", "--gpus-per-rank")
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the launcher's options, and the command, which argparse does not parse.
 
     The command may follow a "--", as with other commands that take a program.

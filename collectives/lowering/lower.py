@@ -140,12 +140,12 @@ def _operations(call: _Calls, memory: Spans) -> list[DeviceOperation]:
     copied: set[MessageId] = set()
     while True:
         try:
-            return _Lowering(call, memory, frozenset(copied)).operations
+            return Lowering(call, memory, frozenset(copied)).operations
         except _NeedsCopyError as refused:
             copied |= refused.messages
 
 
-class _Lowering:
+class Lowering:
     """One walk over the rows of a rank.
 
     Attributes
@@ -206,7 +206,7 @@ class _Lowering:
         span, counter = self.spans.written(row), Counter(message.peer, self.rank)
         if self.call.is_staged(message.peer):
             if row.size:
-                self._before_writing(span)
+                self.before_writing(span)
             target = self._own(row) if row.size else None
             self._add(DeviceKind.RECEIVE, counter, message.number, target=target, size=row.size)
             return
@@ -219,13 +219,13 @@ class _Lowering:
         if message not in self.copied and self._has_one_reader(at + 1, span):
             self.remote[span] = message, source
             return
-        self._before_writing(span)
+        self.before_writing(span)
         self._add(DeviceKind.COPY, target=self._own(row), size=row.size, operands=(source,))
-        self._acknowledge(message)
+        self.acknowledge(message)
 
     def _work(self, row: Row) -> None:
         """Copy, combine or divide."""
-        self._before_writing(self.spans.written(row))
+        self.before_writing(self.spans.written(row))
         target, size = self._own(row), row.size
         if row.kind == Kind.DIVIDE:
             self._add(DeviceKind.DIVIDE, target=target, size=size)
@@ -240,7 +240,7 @@ class _Lowering:
         for span in dict.fromkeys(spans):
             if span in self.remote:
                 message, _ = self.remote.pop(span)
-                self._acknowledge(message)
+                self.acknowledge(message)
 
     def _has_one_reader(self, start: int, span: Span) -> bool:
         """Return whether one copy or combination alone needs the span, of the rows from `start` on.
@@ -263,7 +263,7 @@ class _Lowering:
                     return True
         return has_reader and span.memory == SCRATCH  # else it is a part of the result
 
-    def _before_writing(self, span: Span) -> None:
+    def before_writing(self, span: Span) -> None:
         """Await that peers have read what lies there."""
         hit = [(message, sent) for message, sent in self.unread if sent.overlaps(span)]
         if hit and self.remote:
@@ -281,7 +281,7 @@ class _Lowering:
             if message.number > last.get(message.peer, 0)
         ]
 
-    def _acknowledge(self, message: MessageId) -> None:
+    def acknowledge(self, message: MessageId) -> None:
         """Say that a message is read; a counter must not go back."""
         late = {other for other, _ in self.remote.values() if other.peer == message.peer}
         if late := {other for other in late if other.number < message.number}:

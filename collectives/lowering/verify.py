@@ -59,7 +59,7 @@ def verify_lowered(*calls: LoweredCall) -> None:
     Before each call, the caller of each rank writes to all buffers, in order with its device;
     after it, the caller reads the output.  The operations of a rank are in one order, whatever
     their streams are: each run waits for the event of the one before it, and for that of its start
-    (tests/device/test_order_of_streams.py looks for what has no order).  The blocks of a kernel
+    (tests/devices/test_order_of_streams.py looks for what has no order).  The blocks of a kernel
     have an order of their own each; the first one is in order with the caller.
 
     Raises ScheduleError if two ranks use the same bytes without an order between them, if ranks
@@ -68,7 +68,7 @@ def verify_lowered(*calls: LoweredCall) -> None:
     _Run(calls).run()
 
 
-class _Layout:
+class MemoryLayout:
     """Where the buffers of one rank lie in its memory, of one word for each element."""
 
     def __init__(self, sizes: Sizes, program: Program) -> None:
@@ -110,7 +110,7 @@ def _divided(words: Words) -> Words:
 
 def _results(number: int, call: LoweredCall) -> list[Words]:
     """Return the outputs of all ranks if the programs run as they are meant, with messages."""
-    layouts = [*map(_Layout, call.sizes, call.programs)]
+    layouts = [*map(MemoryLayout, call.sizes, call.programs)]
     memories = [_contents(number, rank, x.num_words) for rank, x in enumerate(layouts)]
     queues: dict[tuple[int, int], deque[Words]] = {}
     waiting = {
@@ -130,7 +130,7 @@ def _results(number: int, call: LoweredCall) -> list[Words]:
 def _rows(
     rank: int,
     rows: Sequence[Row],
-    layout: _Layout,
+    layout: MemoryLayout,
     words: Words,
     queues: dict[tuple[int, int], deque[Words]],
 ) -> Iterator[bool]:
@@ -156,7 +156,7 @@ def _rows(
         has_moved = True
 
 
-def _work(row: Row, layout: _Layout, words: Words) -> None:
+def _work(row: Row, layout: MemoryLayout, words: Words) -> None:
     """Copy, combine or divide."""
     here = layout.part(row.buffer, row.offset, row.size)
     if row.kind == Kind.DIVIDE:
@@ -225,7 +225,7 @@ class _Run:
     def __init__(self, calls: Sequence[LoweredCall]) -> None:
         self.calls, self.num_blocks = calls, calls[0].num_blocks
         size = len(calls[0].programs)
-        self.layouts = [[*map(_Layout, call.sizes, call.programs)] for call in calls]
+        self.layouts = [[*map(MemoryLayout, call.sizes, call.programs)] for call in calls]
         self.results = [_results(number, call) for number, call in enumerate(calls)]
         names = [*self._names(size)]
         self.memories = [

@@ -32,7 +32,7 @@ def tree(vrank: int, size: int) -> Iterator[Edges]:
         if len(line) == 1:
             yield ()
             continue
-        kept, other, child = _halves(line, root)
+        kept, other, child = halves(line, root)
         if here in (root, child):
             yield (Edge(root % size, child % size, [rank % size for rank in other]),)
         else:
@@ -40,7 +40,7 @@ def tree(vrank: int, size: int) -> Iterator[Edges]:
         line, root = (kept, root) if here in kept else (other, child)
 
 
-def _halves(line: range, root: int) -> tuple[range, range, int]:
+def halves(line: range, root: int) -> tuple[range, range, int]:
     """Return the half of a line with its root, the other half, and the root of that.
 
     The root of the other half is one third into it.

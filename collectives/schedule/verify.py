@@ -62,7 +62,7 @@ def verify_schedules(
 
     Raises `ScheduleError` if they are wrong.
     """
-    run = _Run(collective, case, schedules)
+    run = SymbolicRun(collective, case, schedules)
     for number in range(run.num_rounds()):
         run.round(number)
     run.demand_promise(is_ordered)
@@ -106,7 +106,7 @@ def _are_names(blocks: object, into: object) -> bool:
     return isinstance(blocks, tuple) and isinstance(into, tuple)
 
 
-class _Run:
+class SymbolicRun:
     """All ranks, executed on symbols in lockstep."""
 
     def __init__(self, collective: str, case: Case, schedules: Sequence[Schedule]) -> None:

@@ -152,9 +152,9 @@ HOST_RULES: dict[str, Sequence[Rule]] = {
 # another one awaits it.  A hop takes 3.5 us, and 142 us if ranks take turns on one device; a copy
 # takes 4 us more (measured on one H100).  Where n is large, the bytes on the link of the busiest
 # rank decide.  Hops and bytes are counted in the device programs of 2, 4 and 8 ranks, as
-# `tests/device/test_rules.py` does.  The limits are not measured: there a link of 450 GB/s
-# saves what `simulate_devices` predicts that more hops and calls cost, or somewhat less, because an
-# executor with fewer calls loses less.  `bench tune --device cuda` measures.
+# `tests/selection/test_device_rules.py` does.  The limits are not measured: there a link of
+# 450 GB/s saves what `simulate_devices` predicts that more hops and calls cost, or somewhat less,
+# because an executor with fewer calls loses less.  `bench tune --device cuda` measures.
 DEVICE_RULES: dict[str, Sequence[Rule]] = {
     # All read the memory of the root at once.  On 8 ranks it sends 7 n over its link, and after a
     # scatter 1.75 n, in 9 more hops.

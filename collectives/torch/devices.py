@@ -22,7 +22,7 @@ NO_CUPY = (
 
 def memory_of(tensor: Tensor) -> Memory:
     """Return the memory in which a call on a tensor is made: the tensor's own, or host memory."""
-    return _of_cuda(tensor.device) if tensor.is_cuda else HOST_MEMORY
+    return memory_on_gpu(tensor.device) if tensor.is_cuda else HOST_MEMORY
 
 
 def wait_for_streams() -> None:
@@ -54,7 +54,7 @@ class CudaMemory(Memory):
     @contextmanager
     def in_order(self) -> Iterator[None]:
         with torch.cuda.device(self.device):
-            stream = _for_cupy(torch.cuda.current_stream().cuda_stream, self.device.index)
+            stream = stream_for_cupy(torch.cuda.current_stream().cuda_stream, self.device.index)
             with self.backend.on_stream(stream):
                 yield
 
@@ -71,7 +71,7 @@ class CudaMemory(Memory):
 
 
 @lru_cache(maxsize=256)
-def _for_cupy(pointer: int, device: int) -> Any:
+def stream_for_cupy(pointer: int, device: int) -> Any:
     """Return PyTorch's stream as a stream of CuPy."""
     import cupy  # noqa: PLC0415 - see `CudaMemory`
 
@@ -82,7 +82,7 @@ def _for_cupy(pointer: int, device: int) -> Any:
 
 
 @cache
-def _of_cuda(device: torch.device) -> Memory:
+def memory_on_gpu(device: torch.device) -> Memory:
     """Return the memory of a GPU; without CuPy, warn once and return host memory."""
     if find_spec("cupy") is None:
         warnings.warn(NO_CUPY, stacklevel=2)

@@ -100,7 +100,7 @@ def test_algorithms_meet_the_bounds_listed_and_no_others(collective: str, name: 
     assert " ".join(met) == MEETS.get(f"{collective}.{name}", "")
 
 
-def test_some_meet_more_where_p_is_a_power_of_two() -> None:
+def test_some_algorithms_meet_more_bounds_where_p_is_a_power_of_two() -> None:
     def met(collective: str, name: str) -> list[str]:
         return bounds_met(algorithms.info(collective, name), POWERS)
 
@@ -113,7 +113,7 @@ def test_some_meet_more_where_p_is_a_power_of_two() -> None:
     assert met("all_reduce", "bine_latency") == ["rounds"]
 
 
-def test_bine_meets_more_where_p_is_even() -> None:
+def test_bine_meets_more_bounds_where_p_is_even() -> None:
     evens = range(2, 65, 2)
     assert bounds_met(algorithms.info("reduce_scatter", "bine"), evens) == [
         "rounds",
@@ -173,7 +173,7 @@ def test_bounds_are_exact() -> None:
         (("broadcast", 4, 1, 0), "0 pieces"),
     ],
 )
-def test_bounds_of_what_cannot_be_are_refused(arguments: tuple, sentence: str) -> None:
+def test_bounds_of_impossible_calls_are_refused(arguments: tuple, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         lower_bound(*arguments)
 

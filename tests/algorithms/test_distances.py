@@ -73,20 +73,20 @@ def test_bytes_go_a_third_less_far(collective: str, bine: str, binomial: str) ->
 
 
 @pytest.mark.parametrize(("collective", "bine", "binomial"), COUNTERPARTS)
-def test_nothing_else_changes(collective: str, bine: str, binomial: str) -> None:
+def test_bine_trees_change_distances_only(collective: str, bine: str, binomial: str) -> None:
     for cost in ("rounds", "startups", "messages", "max_bytes_per_rank", "total_bytes"):
         found, other = (getattr(algorithms.info(collective, n), cost) for n in (bine, binomial))
         assert found(p=64, n=64) == other(p=64, n=64)
 
 
 def test_roots_that_stand_elsewhere_are_further_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = negabinary._halves
+    right = negabinary.halves
 
     def in_the_middle(line: range, root: int) -> tuple[range, range, int]:
         kept, other, _ = right(line, root)
         return kept, other, other[len(other) // 2]
 
-    monkeypatch.setattr(negabinary, "_halves", in_the_middle)
+    monkeypatch.setattr(negabinary, "halves", in_the_middle)
     assert hops("broadcast", "bine", 64) / hops("broadcast", "binomial", 64) > 0.8
 
 

@@ -76,7 +76,9 @@ def test_counting_takes_the_worst_root() -> None:
     assert algorithms.info("broadcast", "from_the_left").max_bytes_per_rank(p=8, n=1) == 7
 
 
-def test_it_has_its_place_in_grids_benchmarks_and_documents(tmp_path: Any) -> None:
+def test_a_registered_algorithm_has_its_place_in_grids_benchmarks_and_documents(
+    tmp_path: Any,
+) -> None:
     register_line()
     assert algorithms.grid("all_reduce", "line", size=2).splitlines() == [
         "rank  round 0  round 1",

@@ -20,8 +20,8 @@ from collectives.schedule import Copy, CopyReduce, Recv, RecvReduce, Round, Send
 from collectives.schedule.contracts import Case
 from collectives.schedule.verify import verify_schedules
 from tests.algorithms.catalogue import EVERY
-from tests.fake_device import on_device, on_host
-from tests.session_scenarios import (
+from tests.fakes.device import on_device, on_host
+from tests.scenarios.sessions import (
     along_the_tree,
     random_shards,
     shards_have_the_same_bits_on_any_ranks,
@@ -35,7 +35,7 @@ NAMES = [name for collective, name in INVARIANT if collective == "all_reduce"]
 # The proof
 
 
-def test_these_promise_the_fixed_tree() -> None:
+def test_invariant_algorithms_promise_the_fixed_tree() -> None:
     assert INVARIANT == [
         ("all_reduce", "reduce_broadcast"),
         ("all_reduce", "invariant"),

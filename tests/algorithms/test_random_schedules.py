@@ -23,13 +23,13 @@ from collectives.programs.program import assembled
 from collectives.schedule import Block, Copy, CopyReduce, Recv, RecvReduce, Round, Send
 from collectives.schedule.contracts import Case, after, before
 from collectives.schedule.layout import by_rank, consecutive
-from collectives.schedule.verify import _Run
+from collectives.schedule.verify import SymbolicRun
 from tests.programs.test_plan_proof import Words, run_together
 
 NUM_ROUNDS, LONGEST = 5, 30
 
 
-def random_round(draw: random.Random, run: _Run) -> list[Round]:
+def random_round(draw: random.Random, run: SymbolicRun) -> list[Round]:
     """Messages along a random permutation of the ranks, then what each rank does for itself."""
     size = run.case.size
     to = draw.sample(range(size), size)
@@ -59,9 +59,9 @@ def renamed(draw: random.Random, block: Block) -> Block:
     return draw.choice([number, ("x", number), ("y", number)])
 
 
-def random_run(draw: random.Random, collective: str, case: Case) -> _Run:
+def random_run(draw: random.Random, collective: str, case: Case) -> SymbolicRun:
     """A valid schedule, carried out by the verifier."""
-    run = _Run(collective, case, [[] for _ in range(case.size)])
+    run = SymbolicRun(collective, case, [[] for _ in range(case.size)])
     while len(run.schedules[0]) < NUM_ROUNDS:
         kept = [dict(state) for state in run.state]
         for schedule, operations in zip(run.schedules, random_round(draw, run), strict=True):
@@ -96,7 +96,7 @@ class Driven:
         return self._execution.advance(0.0)
 
 
-def mismatches(run: _Run, sizes: list[int], in_place: bool) -> list[str]:
+def mismatches(run: SymbolicRun, sizes: list[int], in_place: bool) -> list[str]:
     """Where the plans of all ranks end with other words than the verifier."""
     words, world, named = Words(), World(run.case.size), by_rank(sizes)
     plans, ends = [], []

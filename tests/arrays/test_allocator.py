@@ -75,7 +75,7 @@ def test_memory_is_not_reused_while_a_view_of_it_exists(
     assert address(allocator.empty((MIB,), BYTE)) == first
 
 
-def test_it_keeps_a_bounded_number_of_bytes_those_that_came_back_last(
+def test_the_allocator_keeps_a_bounded_number_of_bytes_those_that_came_back_last(
     allocator: CachingAllocator,
 ) -> None:
     arrays = [allocator.empty((3 * MIB,), BYTE) for _ in range(4)]  # 4 MiB each
@@ -132,7 +132,7 @@ def test_memory_may_come_back_in_the_middle_of_a_function_of_the_allocator(
         gc.set_threshold(*before)
 
 
-def test_it_makes_what_numpy_makes() -> None:
+def test_the_allocator_makes_what_numpy_makes() -> None:
     for shape in (5, (), (0, 3), (2, 3), [300, 400], (np.int64(400_000),)):
         made, by_numpy = collectives.empty(shape), np.empty(shape)
         assert (made.shape, made.dtype) == (by_numpy.shape, by_numpy.dtype)

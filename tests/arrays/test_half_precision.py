@@ -12,7 +12,8 @@ import collectives
 from collectives.arrays import half_precision, jit, kernels
 from collectives.arrays.backends import HOST
 from collectives.arrays.half_precision import FEW
-from tests.scenarios import dtype
+from tests.inside import forget_compiled
+from tests.scenarios.jobs import dtype
 
 FLOAT16, BFLOAT16 = np.dtype("float16"), dtype("bfloat16")
 BOTH = pytest.mark.parametrize("kind", [FLOAT16, BFLOAT16], ids=str)
@@ -62,7 +63,9 @@ BOTH_WAYS = pytest.mark.usefixtures("_way")
 @BOTH_WAYS
 @BOTH
 @FUNCTIONS
-def test_every_number_with_some_hundred_others(kind: np.dtype[Any], name: str) -> None:
+def test_every_number_combined_with_some_hundred_others_is_rounded_once(
+    kind: np.dtype[Any], name: str
+) -> None:
     combine = HOST.binary(name, kind)
     left = EVERY.view(kind)
     got = np.empty_like(left)
@@ -80,7 +83,7 @@ def refuse(*operands: Any) -> None:
 
 @BOTH
 @FUNCTIONS
-def test_kernels_have_no_help_of_numpys(
+def test_large_arrays_are_combined_without_numpys_own_function(
     kind: np.dtype[Any], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise the test above could see only what NumPy does."""
@@ -111,9 +114,11 @@ def test_the_result_may_take_the_place_of_either(
 
 @BOTH_WAYS
 @BOTH
-def test_threads_do_not_meet(kind: np.dtype[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_that_combine_at_once_get_right_results(
+    kind: np.dtype[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They ask for the kernel at once, and combine at once."""
-    monkeypatch.setattr(jit, "_compiled", {})
+    forget_compiled(monkeypatch)
     together, wrong = threading.Barrier(4), list[int]()
 
     def work(seed: int) -> None:
@@ -135,7 +140,7 @@ def test_threads_do_not_meet(kind: np.dtype[Any], monkeypatch: pytest.MonkeyPatc
 @BOTH_WAYS
 @BOTH
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 8, 127, 1001, 4097])
-def test_every_number_divided(kind: np.dtype[Any], divisor: int) -> None:
+def test_every_number_is_divided_and_rounded_once(kind: np.dtype[Any], divisor: int) -> None:
     x = np.resize(EVERY, 98_305).view(kind)
     with np.errstate(invalid="ignore"):
         want = (x.astype(np.float32) / np.float32(divisor)).astype(kind)

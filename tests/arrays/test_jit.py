@@ -16,6 +16,7 @@ import pytest
 
 import collectives
 from collectives.arrays import jit
+from tests.inside import forget_compiled
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +25,7 @@ def _new_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numba
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(jit, "_compiled", {})
+    forget_compiled(monkeypatch)
 
 
 def adding(number: int) -> Callable[[int], int]:
@@ -51,7 +52,7 @@ def locked(path: Path, operation: int) -> Iterator[None]:
         yield
 
 
-def test_a_function_and_a_pointer() -> None:
+def test_a_compiled_function_can_be_called_and_has_a_pointer() -> None:
     assert jit.why_unavailable() is None
     assert jit.function(adding(1), "int64(int64)")(2) == 3
     assert called(jit.pointer(adding(1), "int64(int64)"), 2) == 3
@@ -108,7 +109,7 @@ def test_a_closure_that_differs_in_every_process_is_refused() -> None:
 def test_where_it_cannot_compile_it_says_why(
     monkeypatch: pytest.MonkeyPatch, compiler: Callable[..., object]
 ) -> None:
-    monkeypatch.setattr(jit, "_why_unavailable", lambda: "numba cannot be imported")
+    monkeypatch.setattr(jit, "why_unavailable", lambda: "numba cannot be imported")
     with pytest.raises(RuntimeError, match=r"adding\(1\) cannot be compiled: numba cannot be"):
         compiler(adding(1), "int64(int64)")
 
@@ -128,33 +129,42 @@ def test_the_lock_is_free_after_an_error(tmp_path: Path) -> None:
         pass
 
 
-def test_the_lock_is_held_while_it_compiles(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def say(*_: object) -> None:
+class WhenLogged(logging.Handler):
+    """Does something when the module says that it compiles, while it holds the lock."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self.action = action
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.action()
+
+    def __enter__(self) -> None:
+        logging.getLogger(jit.__name__).addHandler(self)
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger(jit.__name__).removeHandler(self)
+
+
+def test_the_lock_is_held_while_it_compiles(tmp_path: Path) -> None:
+    def look() -> None:
         with pytest.raises(BlockingIOError), locked(lock_file(tmp_path), fcntl.LOCK_SH):
             pass
         was_locked.append(True)
 
     was_locked: list[bool] = []
-    monkeypatch.setattr(jit, "_log_once", say)
-    jit.function(adding(1), "int64(int64)")
+    with WhenLogged(look):
+        jit.function(adding(1), "int64(int64)")
     assert was_locked == [True]
 
 
-def test_a_forked_child_does_not_keep_the_lock(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     """It has a copy of every open file, which closing it here leaves open there."""
     import os
 
-    copies = []
-    monkeypatch.setattr(
-        jit,
-        "_log_once",
-        lambda *_: copies.extend(os.dup(fd) for fd in open_on(lock_file(tmp_path))),
-    )
-    jit.function(adding(1), "int64(int64)")
+    copies: list[int] = []
+    with WhenLogged(lambda: copies.extend(map(os.dup, open_on(lock_file(tmp_path))))):
+        jit.function(adding(1), "int64(int64)")
     assert copies
     try:
         with locked(lock_file(tmp_path), fcntl.LOCK_EX):
@@ -174,7 +184,7 @@ def test_what_is_in_the_cache_is_loaded_beside_others_that_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     jit.pointer(adding(1), "int64(int64)")
-    monkeypatch.setattr(jit, "_compiled", {})
+    forget_compiled(monkeypatch)
     caplog.clear()
     caplog.set_level(logging.INFO, jit.__name__)
     with locked(lock_file(tmp_path), fcntl.LOCK_SH):
@@ -190,7 +200,7 @@ def test_a_damaged_cache_is_repaired(
     [file] = tmp_path.rglob(damaged)
     file.write_bytes(file.read_bytes()[:20])
     for is_damaged in (True, False):
-        monkeypatch.setattr(jit, "_compiled", {})
+        forget_compiled(monkeypatch)
         caplog.clear()
         assert called(jit.pointer(adding(1), "int64(int64)"), 1) == 2
         assert any("cannot be loaded" in message for message in caplog.messages) == is_damaged
@@ -221,10 +231,7 @@ def test_a_file_system_without_locks_will_do(
     assert "cannot be locked: No locks available" in caplog.text
 
 
-def test_users_see_once_that_it_compiles(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(jit, "_warned", set())
+def test_users_see_once_that_it_compiles(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, jit.__name__)
     for number in (1, 2):
         jit.pointer(adding(number), "int64(int64)")

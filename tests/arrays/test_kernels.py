@@ -12,7 +12,7 @@ import pytest
 
 from collectives.arrays import jit, kernels
 from collectives.arrays.operators import OPERATORS
-from tests.scenarios import dtype
+from tests.scenarios.jobs import dtype
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -127,14 +127,18 @@ def padded(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("function", "name"), COMBINATIONS)
-def test_special_values_with_each_other(function: str, name: str, placement: str) -> None:
+def test_special_values_are_combined_as_numpy_combines_them(
+    function: str, name: str, placement: str
+) -> None:
     values = special(dtype(name))
     check(function, np.repeat(values, values.size), np.tile(values, values.size), placement)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("function", "name"), COMBINATIONS)
-def test_all_lengths(function: str, name: str, placement: str) -> None:
+def test_arrays_of_all_lengths_are_combined_as_numpy_combines_them(
+    function: str, name: str, placement: str
+) -> None:
     for length in LENGTHS:
         left, right = (ordinary(dtype(name), length, seed) for seed in (1, 2))
         check(function, left, right, placement)
@@ -156,7 +160,9 @@ def check(function: str, left: np.ndarray, right: np.ndarray, placement: str) ->
 @pytest.mark.parametrize(
     ("function", "name"), [pair for pair in COMBINATIONS if pair[1] in ("float16", "bfloat16")]
 )
-def test_every_two_byte_float(function: str, name: str, first_is_left: bool) -> None:
+def test_every_two_byte_float_is_combined_as_numpy_combines_it(
+    function: str, name: str, first_is_left: bool
+) -> None:
     every = np.arange(1 << 16, dtype=np.uint16).view(dtype(name))
     others = [*special(dtype(name)), *ordinary(dtype(name), 20, 3)]
     out = np.empty_like(every)
@@ -184,7 +190,7 @@ def test_arrays_may_begin_at_any_address(function: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FLOATS + COMPLEX)
-def test_quotients(name: str) -> None:
+def test_quotients_are_numpys_to_the_bit(name: str) -> None:
     kind = dtype(name)
     values = np.arange(1 << 16, dtype=np.uint16).view(kind) if kind.itemsize == 2 else special(kind)
     for divisor in (1, 2, 3, 7, 10, 64, 1001, 65_537):
@@ -195,7 +201,7 @@ def test_quotients(name: str) -> None:
             assert_same_bits(got, want)
 
 
-def test_it_divides_at_any_address() -> None:
+def test_arrays_at_any_address_are_divided() -> None:
     memory = np.zeros(8 * 33 + 3, np.uint8)
     x = memory[3:].view(np.float64)
     x[:] = ordinary(np.dtype("float64"), 33, 7)
@@ -224,7 +230,7 @@ NOT_SERVED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize(("function", "kind"), NOT_SERVED, ids=str)
-def test_there_is_no_kernel(function: str, kind: Any) -> None:
+def test_dtypes_and_functions_without_a_kernel_get_none(function: str, kind: Any) -> None:
     assert kernels.combine(function, np.dtype(kind)) is None
 
 
@@ -237,17 +243,17 @@ def test_no_kernel_serves_other_foreign_dtypes() -> None:
 @pytest.mark.parametrize(
     "kind", [np.int64, np.bool_, np.longdouble, ">f8", object, "m8[s]"], ids=str
 )
-def test_no_kernel_divides(kind: Any) -> None:
+def test_dtypes_that_no_kernel_divides_get_none(kind: Any) -> None:
     assert kernels.divide(np.dtype(kind)) is None
 
 
-def test_there_is_none_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jit, "why_unavailable", lambda: "numba cannot be imported")
     assert kernels.combine.__wrapped__("add", np.dtype("float32")) is None
     assert kernels.divide.__wrapped__(np.dtype("float32")) is None
 
 
-def test_there_is_none_for_float16_where_the_processor_does_not_convert_it(
+def test_there_is_no_kernel_for_float16_where_the_processor_does_not_convert_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from collectives.arrays import loops
@@ -268,7 +274,7 @@ def test_numpy_is_asked_which_zero_is_the_lesser(
         out[...] = {"left": left, "right": right, "the negative": -0.0}[of_two_zeros]
 
     monkeypatch.setattr(kernels, "numpys", lambda function: minimum)
-    assert kernels._comparison("minimum", np.dtype("float32")) == comparison
+    assert kernels.comparison_of("minimum", np.dtype("float32")) == comparison
 
 
 @pytest.mark.parametrize(
@@ -290,14 +296,14 @@ def test_numpy_is_asked_which_products_of_complex_numbers_it_rounds(
         out.imag = part(x.real * y.imag, x.imag * y.real)
 
     monkeypatch.setattr(kernels, "numpys", lambda function: multiply)
-    assert kernels._complex_multiply(np.dtype("complex64")) == operation
+    assert kernels.complex_multiply(np.dtype("complex64")) == operation
 
 
 def test_equal_kernels_have_one_address() -> None:
     assert kernels.combine("add", np.dtype("float32")) == kernels.combine("add", np.dtype("=f4"))
 
 
-def test_what_is_worth_compiling_ahead_is_there() -> None:
+def test_common_combinations_have_kernels_to_compile_ahead() -> None:
     common = list(kernels.common())
     assert ("add", np.dtype("float32")) in common and ("add", dtype("bfloat16")) in common
     assert all(kernels.combine(function, kind) is not None for function, kind in common)

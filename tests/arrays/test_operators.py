@@ -10,8 +10,9 @@ import pytest
 import collectives
 from collectives import Communicator, Operator
 from collectives.algorithms import info, names
-from tests.fake_device import BACKEND, on_device, on_host
-from tests.operator_scenarios import (
+from tests.fakes.device import BACKEND, on_device, on_host
+from tests.scenarios.jobs import REDUCTIONS, Job, same
+from tests.scenarios.operators import (
     FALSELY_COMMUTATIVE,
     MULTIPLY,
     OVERWRITING,
@@ -23,7 +24,6 @@ from tests.operator_scenarios import (
     perform_in_order,
     refuse_to_overwrite,
 )
-from tests.scenarios import REDUCTIONS, Job, same
 
 
 def on_threads(jobs: list[Job]) -> None:
@@ -45,7 +45,7 @@ def test_large_arrays_are_combined_in_rank_order_too(collective: str, size: int)
     on_threads([Job(collective, None, size, 20_000, op=MULTIPLY, root=1)])
 
 
-def test_out_of_order_the_result_would_be_another() -> None:
+def test_an_operator_that_is_applied_out_of_order_is_noticed() -> None:
     job = Job("reduce_scatter", "ring", 4, 11, op=FALSELY_COMMUTATIVE)
     with pytest.raises(AssertionError, match="wanted"):
         on_threads([job])
@@ -72,14 +72,14 @@ def test_elements_may_be_records() -> None:
     assert collectives.run(body, 4) == [[0, 3, 0]] * 4
 
 
-def test_a_numpy_function_will_do() -> None:
+def test_a_numpy_function_can_be_an_operator() -> None:
     hypot = Operator.from_function(np.hypot, commutative=True)
     assert hypot.name == "hypot"
     (y, _) = collectives.run(lambda comm: comm.all_reduce(np.array([3.0 + comm.rank]), hypot), 2)
     assert y.tolist() == [5.0]
 
 
-def test_it_runs_asynchronously_and_as_a_plan() -> None:
+def test_an_operator_runs_asynchronously_and_as_a_plan() -> None:
     def body(comm: Communicator) -> None:
         inputs = [matrices(rank, 5) for rank in range(comm.size)]
         x = inputs[comm.rank]
@@ -92,7 +92,7 @@ def test_it_runs_asynchronously_and_as_a_plan() -> None:
     collectives.run(body, 3)
 
 
-def test_it_runs_on_the_device() -> None:
+def test_an_operator_runs_on_the_device() -> None:
     job = Job("all_reduce", "recursive_doubling", 2, 11, op=MULTIPLY)
     BACKEND.reset()
     collectives.run(lambda comm: perform_in_order(comm, job, on_device, on_host), 2)
@@ -111,7 +111,9 @@ def test_an_operator_that_changes_its_operands_is_refused(function: Any) -> None
 
 
 @pytest.mark.parametrize("algorithm", [*names("all_reduce")])
-def test_one_that_changes_them_later_fails_and_changes_nothing(algorithm: str) -> None:
+def test_an_operator_that_changes_its_operands_later_fails_and_changes_nothing(
+    algorithm: str,
+) -> None:
     def later(left: Any, right: Any) -> Any:
         return into_left(left, right) if left.size > 1 else left + right
 

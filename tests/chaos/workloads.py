@@ -17,8 +17,8 @@ from collectives import Communicator
 from parallel import Mesh, Recipe, Sharding, Trainer, checkpoint, text
 from parallel.nn import gpt
 from parallel.strategies import Elastic
-from tests import scenarios
 from tests.chaos.events import EventFile
+from tests.scenarios import jobs as scenarios
 
 Attempt = Callable[[Callable[[], Any]], Any]
 """Makes a call, and returns its result however often it times out."""

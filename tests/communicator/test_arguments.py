@@ -331,7 +331,7 @@ WRONG_EVERYWHERE: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("what", WRONG_EVERYWHERE)
 @pytest.mark.parametrize("collective", ARRAY_CALLS)
-def test_every_collective_refuses(collective: str, what: str) -> None:
+def test_every_collective_refuses_wrong_arguments(collective: str, what: str) -> None:
     error, sentence, keywords = WRONG_EVERYWHERE[what]
     rooted = collective in ("broadcast", "scatter", "gather", "reduce")
 

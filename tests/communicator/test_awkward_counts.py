@@ -10,7 +10,7 @@ import pytest
 import collectives
 from collectives import Communicator
 from tests.covering import pairwise
-from tests.scenarios import (
+from tests.scenarios.jobs import (
     ALGORITHMS,
     COLLECTIVES,
     REDUCTIONS,
@@ -67,13 +67,13 @@ def serving(size: int) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("collective", COLLECTIVES)
-def test_few_elements_and_primes(collective: str, size: int) -> None:
+def test_few_elements_and_primes_give_the_serial_result(collective: str, size: int) -> None:
     counts = [0, 1, size - 1, size, size + 1, *PRIMES]
     on_threads([job for count in counts for job in jobs_of(collective, None, size, count)])
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_every_algorithm_on_about_one_element_per_rank(size: int) -> None:
+def test_every_algorithm_serves_about_one_element_per_rank(size: int) -> None:
     counts = [1, size + 1]
     on_threads(
         [job for each in serving(size) for count in counts for job in jobs_of(*each, size, count)]
@@ -89,7 +89,7 @@ def fitting(kind: str) -> int:
     ("collective", "size", "more", "is_each_part"),
     pairwise(COLLECTIVES, SIZES, [-1, 0, 1], [False, True]),
 )
-def test_about_as_many_as_a_segment_holds(
+def test_about_as_many_elements_as_a_segment_holds_give_the_serial_result(
     collective: str, size: int, more: int, is_each_part: bool
 ) -> None:
     """All of them, or each of `size` parts, just fit a segment, or just do not."""
@@ -101,7 +101,7 @@ def test_about_as_many_as_a_segment_holds(
 
 @pytest.mark.parametrize("kind", ["uint8", "float16", "bfloat16"])
 @pytest.mark.parametrize("collective", REDUCTIONS)
-def test_small_elements_fill_segments_too(collective: str, kind: str) -> None:
+def test_small_elements_fill_segments(collective: str, kind: str) -> None:
     on_threads(
         [
             job
@@ -114,7 +114,7 @@ def test_small_elements_fill_segments_too(collective: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("collective", "name"), [each for each in ALGORITHMS if each[0] in REDUCTIONS]
 )
-def test_every_reduction_in_segments_one_of_them_short(collective: str, name: str) -> None:
+def test_every_reduction_serves_a_short_last_segment(collective: str, name: str) -> None:
     count = 6 * fitting("float64") + 7
     is_even, *_, is_uneven_and_in_place = jobs_of(collective, name, 4, count, "float64")
     on_threads([is_even, is_uneven_and_in_place])

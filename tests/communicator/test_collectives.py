@@ -9,8 +9,7 @@ from hypothesis import given, settings
 
 import collectives
 from collectives import Communicator
-from tests.random_jobs import jobs
-from tests.scenarios import (
+from tests.scenarios.jobs import (
     ALGORITHMS,
     CASES,
     COLLECTIVES,
@@ -21,6 +20,7 @@ from tests.scenarios import (
     all_jobs,
     perform,
 )
+from tests.scenarios.random_jobs import jobs
 
 
 def on_threads(jobs: list[Job]) -> None:
@@ -32,11 +32,11 @@ def on_threads(jobs: list[Job]) -> None:
 
 
 @pytest.mark.parametrize("size", range(1, 10))
-def test_every_algorithm_on_fixed_jobs(size: int) -> None:
+def test_every_algorithm_gives_the_serial_result(size: int) -> None:
     on_threads(all_jobs(size))
 
 
-def test_every_algorithm_on_sixteen_ranks() -> None:
+def test_every_algorithm_gives_the_serial_result_on_sixteen_ranks() -> None:
     on_threads(all_jobs(16)[::2])  # of two jobs that differ in one thing, one
 
 
@@ -52,12 +52,12 @@ def test_the_jobs_give_every_option_another_value() -> None:
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(jobs(range(1, 17)))
-def test_random_jobs(job: Job) -> None:
+def test_random_jobs_give_the_serial_result(job: Job) -> None:
     on_threads([job])
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
-def test_every_operator_on_every_dtype_it_serves(op: str) -> None:
+def test_every_operator_combines_every_dtype_that_it_serves(op: str) -> None:
     serving = [collective for collective, name in CASES if name == op]
     on_threads([Job(c, None, 3, 17, dtype, op) for dtype in OPS[op] for c in serving])
 
@@ -69,7 +69,7 @@ def test_every_dtype_can_be_moved(collective: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [3, 40_000, 400_000])
-def test_the_default_algorithm_at_every_size(num_rows: int) -> None:
+def test_the_default_algorithm_gives_the_serial_result_at_every_size(num_rows: int) -> None:
     for size in (1, 2, 4, 6):
         rows = {"gather": (num_rows,) * size, "all_gather": (num_rows,) * size}
         on_threads([Job(c, None, size, rows.get(c, num_rows)) for c in COLLECTIVES])

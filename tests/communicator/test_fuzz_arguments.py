@@ -12,7 +12,7 @@ from collectives import Communicator
 from collectives.arrays import validation
 from collectives.arrays.backends import HOST
 from collectives.engines.threads import ThreadTransport
-from tests import fuzz
+from tests.scenarios import arguments
 
 SIZE = 3
 QUICK = {"deadline": None, "derandomize": True, "database": None}
@@ -23,30 +23,30 @@ def on_threads(body: Any) -> None:
 
 
 @settings(max_examples=500, **QUICK)
-@given(fuzz.cases())
-def test_a_call_is_served_or_refused_by_all_ranks(case: fuzz.Case) -> None:
-    fuzz.check(case, SIZE, on_threads)
+@given(arguments.cases())
+def test_a_call_is_served_or_refused_by_all_ranks(case: arguments.Case) -> None:
+    arguments.check(case, SIZE, on_threads)
 
 
 @settings(max_examples=80, **QUICK)
-@given(fuzz.bad_cases(SIZE))
-def test_every_rank_refuses_its_own_arguments(cases: tuple[fuzz.Case, ...]) -> None:
-    fuzz.check_each(cases, on_threads)
+@given(arguments.bad_cases(SIZE))
+def test_every_rank_refuses_its_own_arguments(cases: tuple[arguments.Case, ...]) -> None:
+    arguments.check_each(cases, on_threads)
 
 
 def test_a_check_that_lets_something_through_would_be_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    case = fuzz.Case("all_reduce", False, {"x": fuzz.value("np.ones(6)")}, "frozen")
-    fuzz.check(case, SIZE, on_threads)
+    case = arguments.Case("all_reduce", False, {"x": arguments.value("np.ones(6)")}, "frozen")
+    arguments.check(case, SIZE, on_threads)
     monkeypatch.setattr(validation, "writable", lambda out, what: (HOST, out))
     with pytest.raises(ValueError, match="read-only"):
-        fuzz.check(case, SIZE, on_threads)
+        arguments.check(case, SIZE, on_threads)
 
 
 def test_a_refusal_after_a_message_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = fuzz.Case("barrier", False, {"timeout": fuzz.value("-1")}, None)
-    fuzz.check(case, SIZE, on_threads)
+    case = arguments.Case("barrier", False, {"timeout": arguments.value("-1")}, None)
+    arguments.check(case, SIZE, on_threads)
     right = Communicator.barrier
 
     def late(comm: Communicator, **named: Any) -> Any:
@@ -56,17 +56,19 @@ def test_a_refusal_after_a_message_would_be_noticed(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(Communicator, "barrier", late)
     with pytest.raises(AssertionError):
-        fuzz.check(case, SIZE, on_threads)
+        arguments.check(case, SIZE, on_threads)
 
 
 def test_an_error_of_another_kind_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = fuzz.Case("barrier", False, {"timeout": fuzz.value("[]")}, None)
+    case = arguments.Case("barrier", False, {"timeout": arguments.value("[]")}, None)
     monkeypatch.setattr(validation, "seconds", lambda timeout: timeout[0])
     with pytest.raises(IndexError):
-        fuzz.check(case, SIZE, on_threads)
+        arguments.check(case, SIZE, on_threads)
 
 
 def test_ranks_that_disagree_would_be_noticed() -> None:
-    case = fuzz.Case("all_reduce", False, {"x": fuzz.value("np.ones(3) if r else 'no'")}, None)
+    case = arguments.Case(
+        "all_reduce", False, {"x": arguments.value("np.ones(3) if r else 'no'")}, None
+    )
     with pytest.raises(AssertionError, match="only some ranks refuse"):
-        fuzz.check(case, SIZE, on_threads)
+        arguments.check(case, SIZE, on_threads)

@@ -53,7 +53,7 @@ def test_ranks_use_the_gpus_of_their_host_in_turn(
     ]
 
 
-def test_one_gpu_needs_no_word(
+def test_a_host_with_one_gpu_gets_no_message(
     used: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sys.modules["cupy"].cuda.runtime, "getDeviceCount", lambda: 1)
@@ -61,7 +61,7 @@ def test_one_gpu_needs_no_word(
     assert not caplog.messages
 
 
-def test_without_cupy_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_cupy_a_sentence_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(RuntimeError, match="this rank can use no GPU: CuPy is not installed"):
         collectives.run(lambda comm: comm.use_gpu(), 1)

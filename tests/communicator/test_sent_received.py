@@ -17,9 +17,9 @@ from collectives.schedule import trees
 from collectives.schedule.contracts import SPECS
 from collectives.selection.labels import parse_label
 from tests.algorithms.registry import registry_as_it_was
-from tests.fake_device import on_device, on_host
-from tests.mismatches import still_works
-from tests.session_scenarios import (
+from tests.fakes.device import on_device, on_host
+from tests.scenarios.mismatches import still_works
+from tests.scenarios.sessions import (
     counts_travel_ahead_of_blocks_that_are_sent_on,
     own_counts_are_enough,
 )
@@ -31,13 +31,13 @@ EVEN = SentReceived([2] * P, [2] * P)
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
-def test_it_is_equal_to_the_form_with_a_table(size: int, check: bool) -> None:
+def test_own_counts_give_the_result_of_a_table(size: int, check: bool) -> None:
     collectives.run(own_counts_are_enough, size, timeout=60, check=check)
     collectives.run(counts_travel_ahead_of_blocks_that_are_sent_on, size, timeout=60, check=check)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_it_serves_device_arrays(size: int) -> None:
+def test_own_counts_serve_device_arrays(size: int) -> None:
     def body(comm: Communicator) -> None:
         own_counts_are_enough(comm, on_device, on_host)
         counts_travel_ahead_of_blocks_that_are_sent_on(comm, on_device, on_host)

@@ -6,7 +6,7 @@ import pytest
 
 import collectives
 from collectives import Communicator, Topology
-from tests.session_scenarios import counts_travel_ahead_of_blocks_that_are_sent_on
+from tests.scenarios.sessions import counts_travel_ahead_of_blocks_that_are_sent_on
 
 
 def test_threads_are_on_one_host_unless_others_are_given() -> None:

@@ -52,7 +52,7 @@ def test_columns_of_the_environment_are_the_width(monkeypatch: pytest.MonkeyPatc
     assert console_for(0, parsed()).width == 123
 
 
-def test_wide_has_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_with_wide_a_line_has_no_limit(capsys: pytest.CaptureFixture[str]) -> None:
     console_for(0, parsed("--wide")).print("word " * 400)
     assert len(capsys.readouterr().out.splitlines()) == 1
 
@@ -109,7 +109,9 @@ def test_progress_prints_few_lines_where_there_is_no_terminal(
         (num_bytes, "7", 7),
     ],
 )
-def test_arguments_have_values(kind: Callable[[str], Any], word: str, value: float) -> None:
+def test_arguments_are_read_as_their_values(
+    kind: Callable[[str], Any], word: str, value: float
+) -> None:
     assert kind(word) == value
 
 

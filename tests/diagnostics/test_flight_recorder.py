@@ -14,6 +14,7 @@ import pytest
 import collectives
 from collectives import CollectiveTimeout, Communicator
 from collectives.diagnostics.flight_recorder import NUM_CALLS
+from tests.inside import transport_of
 
 
 def test_the_last_calls_are_known_with_what_became_of_them() -> None:
@@ -79,7 +80,7 @@ def test_what_failed_is_known_as_failed() -> None:
 
 def test_logs_of_freed_communicators_are_bounded_also_after_a_failure() -> None:
     def body(comm: Communicator) -> None:
-        flight = comm._session.transport.flight
+        flight = transport_of(comm).flight
         num_logs = len(flight.logs)
         for has_failed in (False, True):
             group = comm.split(0)
@@ -99,7 +100,7 @@ def timed_out(size: int, tmp_path: Path | None = None) -> str:
 
     def body(comm: Communicator) -> str:
         if tmp_path is not None:
-            comm._session.transport.flight.directory = tmp_path
+            transport_of(comm).flight.directory = tmp_path
         comm.barrier()
         if comm.rank == size - 1:
             time.sleep(0.4)

@@ -32,7 +32,7 @@ def dump(rank: int, *calls: dict[str, Any], at: str = "train.py:7 in step") -> d
     return {"rank": rank, "size": 3, "calls": list(calls), "at": [at]}
 
 
-def test_it_says_who_waits_for_whom_and_who_has_not_called() -> None:
+def test_the_report_says_who_waits_for_whom_and_who_has_not_called() -> None:
     dumps = {
         0: dump(0, call("16"), waiting("17", 2)),
         1: dump(1, call("16"), waiting("17", 0)),
@@ -208,7 +208,7 @@ def test_a_foreign_file_is_named_and_hides_nothing(
     assert "rank 1: no dump" in said.out
 
 
-def test_the_good_dump_is_good() -> None:
+def test_the_dump_that_the_others_are_made_of_is_accepted() -> None:
     """So that each of the foreign ones is refused for what is wrong with it."""
     hang_report.check(GOOD)
 

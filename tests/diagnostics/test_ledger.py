@@ -16,7 +16,7 @@ import pytest
 import collectives
 from collectives import Communicator, Topology
 from collectives.selection import select
-from tests.scenarios import ALGORITHMS, Job, perform
+from tests.scenarios.jobs import ALGORITHMS, Job, perform
 
 P = 4
 

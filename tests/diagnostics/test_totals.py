@@ -11,6 +11,7 @@ from collectives import Communicator
 from collectives.diagnostics import Ledger, Totals
 from collectives.diagnostics.unseen import ALWAYS
 from collectives.mpi4py_compat.traffic_table import traffic_table
+from tests.inside import session_of
 
 
 def calls(comm: Communicator) -> None:
@@ -31,7 +32,7 @@ def calls(comm: Communicator) -> None:
 
 def recorded(comm: Communicator) -> tuple[Ledger, Totals]:
     totals = Totals()
-    with comm._session.recording(totals), comm.record() as ledger:
+    with session_of(comm).recording(totals), comm.record() as ledger:
         calls(comm)
     return ledger, totals
 
@@ -51,7 +52,7 @@ def test_totals_are_the_sums_of_the_ledger() -> None:
 
 def test_a_call_belongs_to_the_phase_that_its_session_names() -> None:
     def named(comm: Communicator) -> list[str]:
-        comm._session.phase_of_call = lambda: "a place"
+        session_of(comm).phase_of_call = lambda: "a place"
         with comm.record() as ledger:
             calls(comm)
         return [row.phase for row in ledger.rows() if row.collective != "split"]
@@ -61,7 +62,7 @@ def test_a_call_belongs_to_the_phase_that_its_session_names() -> None:
 
 def test_only_totals_show_the_site_that_the_session_names() -> None:
     def named(comm: Communicator) -> tuple[Ledger, Totals]:
-        comm._session.site_of_call = lambda: "a.py:1"
+        session_of(comm).site_of_call = lambda: "a.py:1"
         return recorded(comm)
 
     for ledger, totals in collectives.run(named, 4):

@@ -13,7 +13,7 @@ from collectives import Communicator
 from docs.generate.activation_memory import HEADS, ActivationRow, activation_rows
 from parallel import MemoryTracker, Mesh
 from parallel.nn import Step, gpt
-from tests.parallel.split_layers import bound_by_name
+from tests.parallel.nn.tensor.split_layers import bound_by_name
 
 SMALL = {"rows": 2, "context": 8, "hidden": 12, "num_heads": 4}
 HOW: list[dict[str, Any]] = [  # is made each row of the table
@@ -35,7 +35,7 @@ def table(size: int, sizes: dict[str, int]) -> list[list[ActivationRow]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ours_are_the_papers_and_the_differences(size: int) -> None:
+def test_our_activations_are_the_papers_and_the_differences(size: int) -> None:
     """This holds on every rank, and every difference has bytes if ranks divide layers."""
     tables = table(size, SMALL)
     assert all(of_rank == tables[0] for of_rank in tables)
@@ -45,7 +45,7 @@ def test_ours_are_the_papers_and_the_differences(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ours_by_formulas_of_our_own(size: int) -> None:
+def test_our_activations_follow_formulas_of_our_own(size: int) -> None:
     """sbh (32 + 2as/h) + 8sb on one rank: what the papers' become without dropout."""
     s, b, h, a = (SMALL[name] for name in ("context", "rows", "hidden", "num_heads"))
     t, n = Fraction(size), s * b * h
@@ -63,7 +63,7 @@ def test_ours_by_formulas_of_our_own(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_ours_are_counted_from_arrays(size: int) -> None:
+def test_our_activations_are_counted_from_arrays(size: int) -> None:
     def fn(comm: Communicator) -> list[int]:
         counted, mesh = [], Mesh(comm, tensor=size)
         tokens = np.zeros((SMALL["rows"], SMALL["context"]), np.int64)

@@ -10,8 +10,8 @@ import pytest
 import collectives
 from collectives.devices import call
 from collectives.runtime import performing
-from tests.fake_device import on_device
-from tests.wrong_programs import (
+from tests.fakes.device import on_device
+from tests.scenarios.wrong_programs import (
     WRONG,
     compiling_with,
     require_comparison_at_every_attachment,

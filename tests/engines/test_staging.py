@@ -15,11 +15,11 @@ import collectives
 from collectives import CollectiveTimeout, Communicator, Operator
 from collectives.devices.driver import DriverError
 from collectives.engines import deadline_in, poll_until, staging
-from tests import device_scenarios as scenarios
-from tests.device.held_stream import hold, released
-from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
-from tests.fake_driver import gpu
-from tests.scenarios import all_jobs
+from tests.fakes.device import BACKEND, FakeDeviceArray, FakeStream, on_device, on_host
+from tests.fakes.driver import gpu
+from tests.fakes.held_stream import hold, released
+from tests.scenarios import on_devices as scenarios
+from tests.scenarios.jobs import all_jobs
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_the_host_cannot_look_into_a_fake_device_array() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_every_algorithm_on_device_arrays(size: int) -> None:
+def test_every_algorithm_serves_device_arrays(size: int) -> None:
     def every(comm: Communicator) -> None:
         # The way of arrays to the host and back is the same for all sizes.
         for job in all_jobs(size) if size == 3 else all_jobs(size)[size::4]:
@@ -234,7 +234,7 @@ def test_host_memory_that_changes_while_it_is_copied_makes_a_wrong_result() -> N
 
 
 @pytest.mark.parametrize("scenario", [scenarios.mixed_program, scenarios.plan_reads_afresh])
-def test_device_programs(scenario: object) -> None:
+def test_programs_on_device_arrays_do_what_they_do_on_the_host(scenario: object) -> None:
     run(lambda comm: scenario(comm, on_device, on_host), 3)
 
 

@@ -13,13 +13,13 @@ import pytest
 import collectives
 from collectives import Communicator
 from collectives.engines import deadline_in, poll_until
-from tests.session_scenarios import SCENARIOS
+from tests.scenarios.sessions import SCENARIOS
 from tests.switching import switching_every
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-def test_programs(scenario: Callable[[Communicator], None], size: int) -> None:
+def test_programs_run_on_threads(scenario: Callable[[Communicator], None], size: int) -> None:
     collectives.run(scenario, size, timeout=30)
 
 

@@ -13,9 +13,9 @@ from examples.images.windows import WindowAttention, mask_of_windows
 from parallel import MemoryTracker
 from parallel.nn import ArraySpec, Attention, Layer, Sequential, Step
 from parallel.optim import DTYPES, dtype_of
-from tests.parallel.fake_arrays import FAKE, bare, crossed
-from tests.parallel.models import Values, alone, check_gradients
-from tests.parallel.split_layers import check_halves
+from tests.fakes.arrays import FAKE, bare, crossed
+from tests.parallel.nn.bound_models import Values, alone, check_gradients
+from tests.parallel.nn.tensor.split_layers import check_halves
 
 GRID = Grid(4, 6)
 WIDE = {"float64": 1e-12, "float32": 1e-5, "float16": 0.02, "bfloat16": 0.1}
@@ -86,7 +86,7 @@ def test_a_wrong_derivative_is_noticed(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @each_case
-def test_kept_is_what_formulas_say(case: Case, dtype: str) -> None:
+def test_what_layers_keep_is_what_formulas_say(case: Case, dtype: str) -> None:
     """By forward, and between the halves of backward; with the shape and dtype of the output."""
     layer = case.make()
     made, x = alone(layer, dtype), case.input(dtype)
@@ -103,7 +103,7 @@ def test_kept_is_what_formulas_say(case: Case, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", WIDE)
 @each_case
-def test_small_dtypes_are_close(case: Case, dtype: str) -> None:
+def test_small_dtypes_are_close_to_float64(case: Case, dtype: str) -> None:
     found = {}
     for each in ("float64", dtype):
         layer = case.make()
@@ -117,7 +117,7 @@ def test_small_dtypes_are_close(case: Case, dtype: str) -> None:
 
 
 @each_case
-def test_no_rows(case: Case) -> None:
+def test_without_rows_a_layer_has_an_empty_output_and_no_gradient(case: Case) -> None:
     empty = case._replace(shape=(0, *case.shape[1:]))
     layer = empty.make()
     made = alone(layer)
@@ -197,7 +197,7 @@ def test_without_the_mask_ends_of_the_grid_meet() -> None:
     assert np.abs(layer.forward(x, Step())[0] - plain_attention(layer, x)).max() > 1e-3
 
 
-def test_how_many_tokens_a_token_of_a_shifted_window_sees() -> None:
+def test_a_token_of_a_shifted_window_sees_the_tokens_of_its_part() -> None:
     """Of 2 x 3 windows: all of those inside, half at an end, a quarter at a corner."""
     seen = mask_of_windows(GRID, 2, 1).sum(axis=-1)
     assert seen.tolist() == [[4] * 4, [4] * 4, [2] * 4, [2] * 4, [2] * 4, [1] * 4]
@@ -239,7 +239,7 @@ def test_patches_are_squares_of_pixels() -> None:
         (lambda: MergePatches(Grid(3, 4)), "squares of 2 x 2 do not divide a grid of 3 x 4"),
     ],
 )
-def test_what_is_refused(make: Callable[[], Layer], words: str) -> None:
+def test_impossible_layers_are_refused(make: Callable[[], Layer], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 
@@ -252,7 +252,7 @@ def test_what_is_refused(make: Callable[[], Layer], words: str) -> None:
         ((1, 4, 6, 3), -1, "a pixel is -1"),
     ],
 )
-def test_images_that_are_refused(shape: tuple[int, ...], pixel: int, words: str) -> None:
+def test_impossible_images_are_refused(shape: tuple[int, ...], pixel: int, words: str) -> None:
     layer = CASES["patches"].make()
     alone(layer)
     with pytest.raises(ValueError, match=words):

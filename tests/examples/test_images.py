@@ -21,7 +21,7 @@ from parallel.nn import Model, Step
 from parallel.run.memory import peak_memory
 from parallel.strategies import SyncParameterServer
 from tests.moe.experts import moved
-from tests.moe.tables import digests
+from tests.moe.routing.tables import digests
 from tests.parallel.layouts import CLIP, End, Setup, check_as_one_rank
 from tests.parallel.training import nothing
 
@@ -112,14 +112,14 @@ LAYOUTS: list[dict[str, int]] = [
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layout(name: str, axes: dict[str, int]) -> None:
+def test_every_layout_trains_as_one_rank(name: str, axes: dict[str, int]) -> None:
     """Losses and parameters of 2 clipped steps; traffic and memory of each, to the byte."""
     check(setup_of(Images(name), **axes))
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("name", MODELS)
-def test_divided_gradients_and_parameters(name: str, zero: int) -> None:
+def test_divided_gradients_and_parameters_train_as_one_rank(name: str, zero: int) -> None:
     check(setup_of(Images(name, gate="stable"), zero, data=2, expert=2))
 
 
@@ -134,13 +134,13 @@ def test_divided_gradients_and_parameters(name: str, zero: int) -> None:
         Images("swin", "stable", recompute=("merge1", "block*.attention")),
     ],
 )
-def test_gates_paddings_ways_and_recomputation(of: Images) -> None:
+def test_every_gate_padding_way_and_recomputation_trains_as_one_rank(of: Images) -> None:
     check(setup_of(of, data=2, expert=2))
 
 
 @pytest.mark.parametrize("padding", ["none", "needed", "capacity"])
 @pytest.mark.parametrize("name", MODELS)
-def test_micro_batches_without_rows(name: str, padding: str) -> None:
+def test_ranks_may_have_micro_batches_without_rows(name: str, padding: str) -> None:
     """Of 5 images on 4 ranks, three ranks have one, which is in one of two micro-batches."""
     check(setup_of(Images(name, "switch", padding), data=2, expert=2)._replace(rows=5))
 
@@ -226,7 +226,7 @@ LEARNING = Recipe(dtype="float32", optimizer=partial(Adam, lr=0.01))
         partial(swin_moe, hidden=16, num_heads=(2, 2), patch=4, window=2),
     ],
 )
-def test_shapes_are_learnt(make: Callable[..., Model]) -> None:
+def test_a_model_learns_the_shapes(make: Callable[..., Model]) -> None:
     """The loss of new images, a constant guess of which costs log 6 = 1.79 nats."""
     model = make(num_classes=len(images.CLASSES), num_experts=4)
     trainer = Trainer(None, model, LEARNING)
@@ -303,7 +303,9 @@ def test_all_shapes_are_drawn_and_differ() -> None:
         (swin_moe, {"image_size": 6, "window": 3}, "squares of 2 x 2 do not divide"),
     ],
 )
-def test_what_is_refused(make: Callable[..., Model], change: dict[str, Any], words: str) -> None:
+def test_impossible_models_are_refused(
+    make: Callable[..., Model], change: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ValueError, match=words):
         make(**{"num_classes": 6, **change})
 
@@ -337,7 +339,7 @@ def test_images_of_another_size_are_refused_on_all_ranks() -> None:
     collectives.run(fit, size=2)
 
 
-def test_models_without_experts() -> None:
+def test_models_without_experts_train_as_one_rank() -> None:
     """The same transformers: ranks need not know which rows they have."""
 
     def dense(mesh: Mesh | None) -> Model:

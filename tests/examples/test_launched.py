@@ -35,7 +35,7 @@ def losses(said: str) -> list[str]:
     return found
 
 
-def test_a_hierarchical_transformer(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_hierarchical_transformer_trains_as_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """What is sent is what was predicted, and the losses are those of one rank."""
     model = "--model swin --micro-batches 2 --moe gshard"
     (said,) = run_commands(8, [command(f"{model} --mesh pipe=2,expert=2,tensor=2")])
@@ -43,7 +43,7 @@ def test_a_hierarchical_transformer(capsys: pytest.CaptureFixture[str]) -> None:
     assert losses(said) == losses_alone(model, capsys)
 
 
-def test_a_transformer_and_a_student_whose_teacher_is_larger(
+def test_a_transformer_and_a_student_whose_teacher_is_larger_train_as_one_rank(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One after the other on the same ranks; the teacher is saved by another layout."""

@@ -27,7 +27,7 @@ SMALL = ("--steps", "2", "--batch", "8", "--hidden", "8", "--layers", "2")
         ("--mesh", "data=2,expert=1", "--zero", "0"),
     ],
 )
-def test_options(words: tuple[str, ...]) -> None:
+def test_every_option_sends_what_was_predicted(words: tuple[str, ...]) -> None:
     """All bytes are as predicted."""
     assert COMMAND.main(["--threads", "2", *SMALL, *words]) == 0
 
@@ -41,11 +41,13 @@ def test_the_memory_of_large_arrays_is_predicted(words: tuple[str, ...]) -> None
     assert COMMAND.main(["--threads", "2", *LARGE, *words]) == 0
 
 
-def test_one_rank() -> None:
+def test_one_rank_trains_alone() -> None:
     assert COMMAND.main(["--threads", "1", *SMALL]) == 0
 
 
-def test_a_student_of_a_teacher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_student_learns_from_a_larger_teacher(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The teacher was trained on one rank, and is larger; it is used in one of two steps."""
     folder = str(tmp_path)
     assert COMMAND.main(["--threads", "1", *SMALL, "--layers", "4", "--save", folder]) == 0
@@ -100,7 +102,7 @@ def test_bytes_of_another_routing_are_noticed(monkeypatch: pytest.MonkeyPatch) -
         (TEACH, (), "the following arguments are required: --teacher"),
     ],
 )
-def test_what_does_not_go_together(
+def test_options_that_do_not_go_together_are_refused(
     command: Command, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The exit status is 2, and one sentence says why."""

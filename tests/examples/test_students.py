@@ -20,7 +20,7 @@ from parallel import SGD, Adam, Mesh, Recipe, Sharding, TrafficMismatch, Trainer
 from parallel.nn import BatchRows, CrossEntropy, Linear, Model, Step
 from tests.moe.experts import close
 from tests.parallel.layouts import CLIP, ROWS, End, Setup, batch, check_as_one_rank
-from tests.parallel.models import Values, numerical
+from tests.parallel.nn.bound_models import Values, numerical
 from tests.parallel.training import CONTEXT, nothing
 
 STEPS, STOP = 2, 1  # the second step is without the teacher
@@ -108,7 +108,7 @@ def phases(end: End) -> set[str]:
     ],
     ids=str,
 )
-def test_every_layout(axes: dict[str, int]) -> None:
+def test_every_layout_trains_as_one_rank(axes: dict[str, int]) -> None:
     """Losses and parameters of 2 clipped steps; traffic and memory of each, to the byte."""
     ends = check_as_one_rank(setup_of(Student(), **axes))
     if "expert" in axes:
@@ -118,7 +118,7 @@ def test_every_layout(axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("zero", [2, 3])
-def test_divided_gradients_and_parameters(zero: int) -> None:
+def test_divided_gradients_and_parameters_train_as_one_rank(zero: int) -> None:
     check_as_one_rank(setup_of(Student(), zero, data=2, expert=2))
 
 
@@ -391,7 +391,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 
 
 @pytest.mark.parametrize(("make", "words"), REFUSED)
-def test_what_is_refused(make: Callable[[], object], words: str) -> None:
+def test_impossible_students_are_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make()
 

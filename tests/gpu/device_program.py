@@ -2,7 +2,8 @@
 
 Arguments: a place of `places.py`, and names of functions below, which run one after the other.  All
 raise an error for what is wrong.  `test_devices.py` starts it on a GPU, and
-`tests/test_gpu_programs.py` on the fake one, so that the programs themselves are known to be right.
+`tests/fakes/test_gpu_programs.py` on the fake one, so that the programs themselves are known to be
+right.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, permutations
+from itertools import permutations
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ import collectives
 from bench.workloads.expected import expected
 from collectives import Communicator, algorithms
 from collectives.arrays.operators import operators
-from collectives.devices.links import Proposal
-from tests import device_scenarios as scenarios
-from tests.device.held_stream import hold, released
+from tests.devices.staged_pairs import stage_pairs
+from tests.fakes.held_stream import hold, released
 from tests.gpu.places import PLACES, Place
-from tests.scenarios import (
+from tests.inside import links_of
+from tests.scenarios import on_devices as scenarios
+from tests.scenarios.jobs import (
     COMPLEX,
     FLOATS,
     INTEGERS,
@@ -55,14 +57,11 @@ def program(function: Program) -> Program:
     return function
 
 
-def links(comm: Communicator) -> Any:
-    return comm._session.devices._links
-
-
 def check_links(comm: Communicator) -> None:
     """All ranks read each other's memory."""
-    assert links(comm) is not None, "no call was made on a device"
-    assert links(comm).staged == frozenset(), links(comm).why
+    links = links_of(comm)
+    assert links is not None, "no call was made on a device"
+    assert links.staged == frozenset(), links.why
 
 
 def random_input(job: Job, rank: int, seed: int) -> np.ndarray:
@@ -392,9 +391,9 @@ def held_stream(place: Place, world: Communicator) -> None:
         comm.synchronize(timeout=SECONDS)
         check_links(comm)
         x = place.on_device(np.ones(301))
-        with released(links(comm).driver) as word, place.on_stream(place.new_stream()):
+        with released(links_of(comm).driver) as word, place.on_stream(place.new_stream()):
             if comm.rank == 1:
-                hold(place.current_stream(), word, links(comm).driver)
+                hold(place.current_stream(), word, links_of(comm).driver)
             comm.all_reduce(x, algorithm=name)  # returns on all ranks
             world.barrier()
             with pytest.raises(collectives.CollectiveTimeout, match=r"waits for rank . at row"):
@@ -418,7 +417,7 @@ def staged_after_all(place: Place, comm: Communicator) -> None:
     staged = collectives.wrap(MPI.COMM_WORLD, device="staged")
     for job in all_jobs(staged.size)[::5]:
         scenarios.perform_on_device(staged, job, place.on_device, place.on_host)
-    assert links(staged) is None and place.bytes_staged
+    assert links_of(staged) is None and place.bytes_staged
     staged.free()
 
 
@@ -431,8 +430,7 @@ def direct_between_all_ranks(place: Place, comm: Communicator) -> None:
 
     before = place.bytes_staged
     with pytest.MonkeyPatch.context() as patch:
-        pairs = lambda self, verdicts: combinations(verdicts, 2)  # noqa: E731
-        patch.setattr(Proposal, "_staged_pairs", pairs)
+        stage_pairs(patch)
         direct = collectives.wrap(MPI.COMM_WORLD, device="direct", timeout=100)
         for job in all_jobs(direct.size)[:: 3 * place.stride]:
             scenarios.perform_on_device(direct, job, place.on_device, place.on_host)
@@ -459,7 +457,7 @@ def main(kind: str, *names: str) -> None:
         place.check()
         if name in PROGRAMS:
             check_links(comm)
-            assert not place.are_kernels or links(comm).why_no_kernels == ""
+            assert not place.are_kernels or links_of(comm).why_no_kernels == ""
             assert not place.bytes_staged, f"{name}: messages were staged"
         print(f"{name} is right on rank {comm.rank}", flush=True)
 

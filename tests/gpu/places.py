@@ -110,13 +110,14 @@ class OnFake:
     large, stride, are_kernels = 50_011, 11, False
 
     def __init__(self, comm: Communicator) -> None:
-        from tests import fake_device, fake_driver
+        from tests.fakes import device
+        from tests.fakes.driver import gpu
 
-        self.fake, self.gpu = fake_device, fake_driver.gpu()
+        self.fake, self.gpu = device, gpu()
         self.gpu.uuid = b"GPU of rank %4d" % comm.rank
         self.gpu.reset(seed=comm.rank + 17, queue_length=64)
         self.gpu.go_on_alone()
-        self.on_host = fake_device.on_host
+        self.on_host = device.on_host
         self._is_exportable = True
 
     @property
@@ -128,7 +129,7 @@ class OnFake:
 
     def late(self, x: np.ndarray) -> Any:
         source, target = self.on_device(x), self.on_device(np.empty_like(x))
-        self.fake.BACKEND.enqueue(lambda: target._memory.view(np.uint8).fill(GARBAGE))
+        self.fake.BACKEND.enqueue(lambda: target.memory.view(np.uint8).fill(GARBAGE))
         self.fake.BACKEND.copy(source, target)
         return target
 
@@ -179,7 +180,7 @@ class KernelsOnFake(OnFake):
 
         super().__init__(rank)
         self.gpu.has_interpreter, self.gpu.seconds_between = True, 1e-6
-        concurrency._SECONDS = 20.0
+        concurrency.SECONDS = 20.0
         kernel_table.BYTES_OF_A_BLOCK = 256
 
 

@@ -13,9 +13,10 @@ import pytest
 
 import collectives
 from collectives import Communicator
-from tests import device_scenarios as scenarios
-from tests.operator_scenarios import ordered_jobs, perform_in_order
-from tests.scenarios import OPS, Job, all_jobs
+from tests.inside import links_of
+from tests.scenarios import on_devices as scenarios
+from tests.scenarios.jobs import OPS, Job, all_jobs
+from tests.scenarios.operators import ordered_jobs, perform_in_order
 
 pytestmark = pytest.mark.gpu
 ON_CUPY = sorted({d for dtypes in OPS.values() for d in dtypes} - {"longdouble", "clongdouble"})
@@ -30,28 +31,28 @@ def to_host(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_every_algorithm(size: int) -> None:
+def test_every_algorithm_gives_the_serial_result_on_a_gpu(size: int) -> None:
     def every(comm: Communicator) -> None:
         for job in all_jobs(size):
             scenarios.perform_on_device(comm, job, cupy.asarray, to_host)
         if size > 1:
-            links = comm._session.devices._links
+            links = links_of(comm)
             assert links.staged == frozenset(), links.why
 
     collectives.run(every, size, timeout=SECONDS)
 
 
-def test_every_third_call_staged() -> None:
+def test_staged_calls_give_the_serial_result() -> None:
     def every(comm: Communicator) -> None:
         for job in all_jobs(comm.size)[::3]:
             scenarios.perform_on_device(comm, job, cupy.asarray, to_host)
-        assert comm._session.devices._links is None
+        assert links_of(comm) is None
 
     collectives.run(every, 3, timeout=SECONDS, device="staged")
 
 
 @pytest.mark.parametrize("dtype", ON_CUPY)
-def test_every_dtype(dtype: str) -> None:
+def test_every_dtype_is_combined_on_a_gpu(dtype: str) -> None:
     ops = [op for op, dtypes in OPS.items() if dtype in dtypes]
 
     def every(comm: Communicator) -> None:
@@ -64,12 +65,12 @@ def test_every_dtype(dtype: str) -> None:
 
 @pytest.mark.parametrize("device", MODES)
 @pytest.mark.parametrize("scenario", [scenarios.mixed_program, scenarios.plan_reads_afresh])
-def test_programs(scenario: Any, device: Any) -> None:
+def test_programs_on_a_gpu_do_what_they_do_on_the_host(scenario: Any, device: Any) -> None:
     run = collectives.run
     run(lambda comm: scenario(comm, cupy.asarray, to_host), 3, timeout=SECONDS, device=device)
 
 
-def test_operators_of_the_callers() -> None:
+def test_operators_of_the_caller_are_applied_in_rank_order() -> None:
     """They are functions in Python, for which all messages are staged."""
 
     def every(comm: Communicator) -> None:
@@ -107,7 +108,7 @@ def test_a_call_under_way_stays_on_the_callers_stream(device: Any) -> None:
     collectives.run(body, 2, timeout=SECONDS, device=device)
 
 
-def test_host_and_device_arrays_in_one_call() -> None:
+def test_one_call_may_have_host_and_device_arrays() -> None:
     """Ranks that pass arrays of the host are noticed, and all messages of the call are staged."""
 
     def body(comm: Communicator) -> None:

@@ -80,7 +80,7 @@ def test_a_job_ends_well(num_ranks: int) -> None:
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
-def test_staged_is_staged() -> None:
+def test_calls_that_turn_out_to_be_staged_are_right() -> None:
     check(run(3, ["staged_after_all"]), "staged_after_all", 3)
 
 

@@ -12,7 +12,7 @@ from array_api_compat import cupy as on_gpu
 from bench.gpu.__main__ import no_mpi
 from moe.gates import GATES
 from tests.moe.experts import Setup
-from tests.moe.test_device import FORMS, run, setup_of
+from tests.moe.layers.test_on_device import FORMS, run, setup_of
 
 pytestmark = pytest.mark.gpu
 
@@ -24,18 +24,18 @@ def check(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_way(form: str) -> None:
+def test_every_way_to_dispatch_keeps_tokens_on_the_gpu(form: str) -> None:
     check(setup_of(form))
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_every_gate(name: str) -> None:
+def test_every_gate_keeps_tokens_on_the_gpu(name: str) -> None:
     check(Setup(name, size=2, dim=64))
 
 
 @pytest.mark.skipif(no_mpi() is not None, reason="takes an MPI")
 @pytest.mark.parametrize("dispatch", ["", "--dispatch hierarchical --ranks-per-host 1"])
-def test_training_over_mpi(dispatch: str, tmp_path: Path) -> None:
+def test_training_over_mpi_has_the_losses_of_the_host(dispatch: str, tmp_path: Path) -> None:
     """Traffic and memory are as predicted, and losses those of the host."""
     from tests.launch.test_layouts import train  # looks for an MPI
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.device_runs import RUNS, trained
+from tests.parallel.run.device_runs import RUNS, trained
 
 pytestmark = pytest.mark.gpu
 CLOSE = 1e-9

@@ -12,7 +12,7 @@ import collectives
 from bench.gpu.__main__ import no_mpi
 from collectives import Communicator
 from parallel.optim.storage import TO_DEVICE, TO_HOST, Place
-from tests.parallel.test_offload import Make, check_predictions, places, serial, trained
+from tests.parallel.optim.test_offload import Make, check_predictions, places, serial, trained
 from tests.parallel.training import ddp, zero1, zero2, zero3
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +26,7 @@ CLOSE = {"float64": 1e-9, "float32": 1e-5, "float16": 1e-3}
 
 @pytest.mark.skipif(no_mpi() is not None, reason="takes an MPI")
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_every_strategy_over_mpi(num_ranks: int) -> None:
+def test_every_strategy_over_mpi_trains_as_in_host_memory(num_ranks: int) -> None:
     """As in host memory: exact traffic and memory, equal parameters, the losses of one rank."""
     from tests.launch.test_strategies import run_every_strategy  # looks for an MPI
 
@@ -35,7 +35,7 @@ def test_every_strategy_over_mpi(num_ranks: int) -> None:
 
 @pytest.mark.skipif(no_mpi() is not None, reason="takes an MPI")
 @pytest.mark.parametrize("words", LAYOUTS)
-def test_layouts_over_mpi(words: str, tmp_path: Path) -> None:
+def test_layouts_over_mpi_train_as_in_host_memory(words: str, tmp_path: Path) -> None:
     """Traffic is as predicted, and losses are those of the host."""
     from tests.launch.test_layouts import EQUAL, train  # looks for an MPI
 

@@ -25,7 +25,7 @@ from bench.workloads.expected import expected
 from collectives import Communicator
 from tests import hygiene
 from tests.mpi.hygiene import MadeOverMpi, forget_completed
-from tests.scenarios import ALGORITHMS, Job, call, dtype, random_rows, same
+from tests.scenarios.jobs import ALGORITHMS, Job, call, dtype, random_rows, same
 
 WARM_UP, NUM_STEPS, EVERY = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[2]) // 8
 LEAKS = sys.argv[3:] == ["leak"]  # on purpose

@@ -1,6 +1,6 @@
 """Checkpoints of MPI jobs: one that is killed while it saves leaves what was there.
 
-What needs no processes is in `tests/parallel/test_checkpoint.py`.
+What needs no processes is in `tests/parallel/checkpoint/test_checkpoint.py`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from collectives.launch.mpirun import defaults, find_mpirun
 from parallel.checkpoint import latest
-from tests.parallel.test_checkpoint import loaded, make, on_ranks, saved, state, whole
+from tests.parallel.checkpoint.test_checkpoint import loaded, make, on_ranks, saved, state, whole
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -23,7 +23,7 @@ import os, signal, sys
 from pathlib import Path
 import collectives
 from parallel import checkpoint
-from tests.parallel.test_checkpoint import make
+from tests.parallel.checkpoint.test_checkpoint import make
 
 def at_last(file):
     if comm.rank == 1 and file.name.startswith("rank-1"):

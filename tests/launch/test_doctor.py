@@ -29,7 +29,7 @@ def doctor(**environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_by_itself_it_looks_at_the_environment_and_runs_a_job() -> None:
+def test_by_itself_the_doctor_looks_at_the_environment_and_runs_a_job() -> None:
     done = doctor()
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"its launcher is {find_mpirun().path}." in done.stdout
@@ -45,7 +45,7 @@ def test_ranks_that_are_all_alone_are_wrong() -> None:
     assert "srun needs --mpi=pmix for Open MPI" in done.stdout
 
 
-def test_it_knows_what_started_it() -> None:
+def test_the_doctor_knows_what_started_it() -> None:
     assert started({}) is None
     assert started({"SLURM_NTASKS": "4"}) is None  # a shell of salloc, not a task
     assert started({"PMI_SIZE": "many"}) is None

@@ -17,8 +17,8 @@ from collectives.launch import TIMED_OUT, launch
 pytestmark = pytest.mark.timeout(660)
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = str(ROOT / "tests" / "drop_in_program.py")
-WORLD_PROGRAM = str(ROOT / "tests" / "world_program.py")
+PROGRAM = str(ROOT / "tests" / "mpi4py_compat" / "drop_in_program.py")
+WORLD_PROGRAM = str(ROOT / "tests" / "mpi4py_compat" / "world_program.py")
 # The files of the suite, and how many tests are in each.
 NUM_TESTS = {
     "test_cco_buf": 70,

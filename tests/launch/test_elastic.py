@@ -1,6 +1,6 @@
 """Training that outlives its ranks, which are killed for real.
 
-On threads (`tests/parallel/test_elastic.py`) a death can be put anywhere.
+On threads (`tests/parallel/strategies/test_elastic.py`) a death can be put anywhere.
 """
 
 from __future__ import annotations

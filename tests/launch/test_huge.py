@@ -73,7 +73,7 @@ def memory() -> int:
 @pytest.mark.skipif(
     memory() < NEEDED, reason=f"needs {NEEDED // GIB} GiB of memory, here are {memory() / GIB:.1f}"
 )
-def test_more_than_an_int_can_count(tmp_path: Path) -> None:
+def test_more_bytes_than_an_int_can_count_are_sent(tmp_path: Path) -> None:
     script = tmp_path / "huge.py"
     script.write_text(PROGRAM)
     job = launch(2, [str(script)], timeout=100, env={"PYTHONPATH": str(ROOT)}, capture=True)

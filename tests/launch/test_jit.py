@@ -84,7 +84,7 @@ def test_every_function_is_compiled_once_by_processes_that_come_at_once(tmp_path
     assert lines == ["right"] * 4
 
 
-def test_it_works_where_nothing_can_be_kept(tmp_path: Path) -> None:
+def test_compiling_works_where_nothing_can_be_kept(tmp_path: Path) -> None:
     file = tmp_path / "a file, no directory"
     file.touch()
     elsewhere = {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator"}
@@ -123,7 +123,7 @@ def test_a_broken_numba_breaks_nothing(tmp_path: Path, numba: str, reason: str) 
     assert lines == [f"numba cannot be imported: {reason}", "None None"]
 
 
-def test_a_user_may_forbid_it() -> None:
+def test_a_user_may_forbid_compiling() -> None:
     assert output_of(WHY_NOT, NUMBA_DISABLE_JIT=1) == ["NUMBA_DISABLE_JIT is set", "None None"]
 
 

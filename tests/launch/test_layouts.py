@@ -158,7 +158,9 @@ def test_what_is_sent_is_what_was_predicted(job: str, tmp_path: Path) -> None:
         assert found == pytest.approx(alone[i], rel=1e-12), layouts[i]
 
 
-def test_a_schedule_that_is_another_algorithm_than_one_rank(tmp_path: Path) -> None:
+def test_a_schedule_that_computes_another_thing_than_one_rank_sends_what_was_predicted(
+    tmp_path: Path,
+) -> None:
     words = "--mesh pipe=2 --schedule pipedream --micro-batches 4"
     said, _ = train(2, words, tmp_path / "two.json")
     assert EQUAL in said and "parameters: equal, to the bit" in said

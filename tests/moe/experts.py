@@ -32,9 +32,9 @@ from parallel.nn import (
     Step,
 )
 from parallel.optim import dtype_of
-from tests.moe.tables import digests
-from tests.parallel.models import Bound
-from tests.parallel.split_layers import bound_by_name, check_halves
+from tests.moe.routing.tables import digests
+from tests.parallel.nn.bound_models import Bound
+from tests.parallel.nn.tensor.split_layers import bound_by_name, check_halves
 
 ROWS, CONTEXT, DIM, HIDDEN = 7, 4, 6, 5
 SEED, STEP_NUMBER = 3, 2

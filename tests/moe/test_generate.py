@@ -44,12 +44,12 @@ def test_texts_are_the_same_on_every_mesh(trained: str, tmp_path: Path) -> None:
     assert alone["texts"][1].startswith("class A")
 
 
-def test_a_model_without_training_and_without_experts(tmp_path: Path) -> None:
+def test_a_model_without_training_and_without_experts_generates_text(tmp_path: Path) -> None:
     found = run(tmp_path / "found.json", "--threads", "2")
     assert set(found["read_per_token"]) == {found["dense_per_token"]}
 
 
-def test_it_prints_latency_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_latency_and_weights(capsys: pytest.CaptureFixture[str]) -> None:
     words = [*SMALL, "--moe", "bias", "--top-k", "2", "--moe-every", "1", "--threads", "2"]
     assert generate.COMMAND.main([*words, "--mesh", "expert=2", "--tokens", "9"]) == 0
     said = capsys.readouterr().out
@@ -89,7 +89,7 @@ def test_a_read_more_than_predicted_fails(
         (["--checkpoint", "/nowhere"], "there is no checkpoint in /nowhere"),
     ],
 )
-def test_what_does_not_go_together(
+def test_options_that_do_not_go_together_are_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:

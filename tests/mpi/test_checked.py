@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator, NotFinite
-from tests.mismatches import MISTAKES, Mistake, make, noticed, still_works
+from tests.scenarios.mismatches import MISTAKES, Mistake, make, noticed, still_works
 
 pytestmark = pytest.mark.mpi
 

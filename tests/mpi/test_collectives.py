@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import collectives
 from collectives import Communicator
-from tests.random_jobs import jobs
-from tests.scenarios import (
+from tests.scenarios.jobs import (
     ALGORITHMS,
     COLLECTIVES,
     DTYPES,
@@ -22,12 +21,15 @@ from tests.scenarios import (
     perform,
     random_rows,
 )
+from tests.scenarios.random_jobs import jobs
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize(("collective", "algorithm"), ALGORITHMS)
-def test_every_algorithm(world: Communicator, collective: str, algorithm: str) -> None:
+def test_every_algorithm_gives_the_serial_result(
+    world: Communicator, collective: str, algorithm: str
+) -> None:
     jobs = jobs_of(collective, algorithm, world.size)
     serves = collectives.algorithms.info(collective, algorithm).serves(world.size)
     assert any(job.algorithm == algorithm for job in jobs) == serves
@@ -51,7 +53,7 @@ def test_an_algorithm_that_cannot_serve_this_size_is_refused(world: Communicator
 
 
 @pytest.mark.parametrize("op", sorted(OPS))
-def test_every_operator_on_every_dtype(world: Communicator, op: str) -> None:
+def test_every_operator_combines_every_dtype(world: Communicator, op: str) -> None:
     """All on up to three ranks; on more, where they are combined by the same code, some."""
     dtypes = OPS[op] if world.size <= 3 else OPS[op][world.size % 3 :: 3]
     for dtype in dtypes:
@@ -67,12 +69,14 @@ def test_every_dtype_can_be_moved(world: Communicator, dtype: str) -> None:
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("num_rows", [40_000, 1_000_001])
-def test_large_arrays(world: Communicator, collective: str, num_rows: int) -> None:
+def test_large_arrays_give_the_serial_result(
+    world: Communicator, collective: str, num_rows: int
+) -> None:
     rows = random_rows(collective, world.size, num_rows // world.size, is_even=True)
     perform(world, Job(collective, None, world.size, rows))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
-def test_random_jobs(world: Communicator, data: st.DataObject) -> None:
+def test_random_jobs_give_the_serial_result(world: Communicator, data: st.DataObject) -> None:
     perform(world, data.draw(jobs([world.size])))

@@ -24,8 +24,8 @@ from collectives.programs.program import Kind, Program, Row, compile_call
 from collectives.runtime import performing
 from collectives.schedule.contracts import SPECS
 from collectives.schedule.layout import even_counts
-from tests.scenarios import ALGORITHMS, variants
-from tests.wrong_programs import (
+from tests.scenarios.jobs import ALGORITHMS, variants
+from tests.scenarios.wrong_programs import (
     WRONG,
     compiling_with,
     require_comparison_at_every_attachment,

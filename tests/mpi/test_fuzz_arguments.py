@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from collectives import Communicator
-from tests import fuzz
+from tests.scenarios import arguments
 
 pytestmark = pytest.mark.mpi
 # Derandomized, so that every rank draws the same.
@@ -15,12 +15,14 @@ ALIKE = {"deadline": None, "derandomize": True, "database": None}
 
 
 @settings(max_examples=40, **ALIKE)
-@given(case=fuzz.cases())
-def test_a_call_is_served_or_refused_by_all_ranks(world: Communicator, case: fuzz.Case) -> None:
-    fuzz.check(case, world.size, lambda body: body(world))
+@given(case=arguments.cases())
+def test_a_call_is_served_or_refused_by_all_ranks(
+    world: Communicator, case: arguments.Case
+) -> None:
+    arguments.check(case, world.size, lambda body: body(world))
 
 
 @settings(max_examples=6, **ALIKE)
 @given(data=st.data())
 def test_every_rank_refuses_its_own_arguments(world: Communicator, data: st.DataObject) -> None:
-    fuzz.check_each(data.draw(fuzz.bad_cases(world.size)), lambda body: body(world))
+    arguments.check_each(data.draw(arguments.bad_cases(world.size)), lambda body: body(world))

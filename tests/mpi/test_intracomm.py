@@ -20,7 +20,7 @@ from collectives import CollectiveMismatch
 from collectives.engines import poll_until
 from collectives.mpi4py_compat import requests
 from collectives.mpi4py_compat.intracomm import Cartcomm, Distgraphcomm, Graphcomm
-from tests.drop_in_program import collective_names
+from tests.mpi4py_compat.drop_in_program import collective_names
 
 pytestmark = pytest.mark.mpi
 
@@ -709,7 +709,7 @@ def test_a_datatype_may_be_freed_while_its_call_is_under_way(comm: collectives.I
     assert comm.rank == 0 or (data[1::2] == -1).all()
 
 
-def test_operations_on_derived_datatypes(comm: collectives.Intracomm) -> None:
+def test_operations_are_applied_to_derived_datatypes(comm: collectives.Intracomm) -> None:
     size, rank = comm.size, comm.rank
 
     def add(left: MPI.buffer, right: MPI.buffer, _: MPI.Datatype) -> None:

@@ -11,7 +11,7 @@ from mpi4py import MPI
 import collectives
 from collectives import Communicator
 from collectives.engines import compiled
-from tests.session_scenarios import SCENARIOS
+from tests.scenarios.sessions import SCENARIOS
 
 pytestmark = pytest.mark.mpi
 

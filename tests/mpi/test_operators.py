@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from collectives import Communicator
-from tests.operator_scenarios import (
+from tests.scenarios.jobs import REDUCTIONS, Job
+from tests.scenarios.operators import (
     FALSELY_COMMUTATIVE,
     OVERWRITING,
     ordered_jobs,
     perform_in_order,
     refuse_to_overwrite,
 )
-from tests.scenarios import REDUCTIONS, Job
 
 pytestmark = pytest.mark.mpi
 

@@ -12,17 +12,19 @@ from mpi4py import MPI
 
 import collectives
 from collectives import Communicator
-from tests import device_scenarios
-from tests.fake_device import on_device, on_host
-from tests.fake_driver import gpu
-from tests.scenarios import all_jobs
-from tests.session_scenarios import SCENARIOS
+from tests.fakes.device import on_device, on_host
+from tests.fakes.driver import gpu
+from tests.scenarios import on_devices as scenarios
+from tests.scenarios.jobs import all_jobs
+from tests.scenarios.sessions import SCENARIOS
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-def test_programs(world: Communicator, scenario: Callable[[Communicator], None]) -> None:
+def test_programs_run_over_mpi(
+    world: Communicator, scenario: Callable[[Communicator], None]
+) -> None:
     scenario(world)
 
 
@@ -69,14 +71,16 @@ def test_a_message_of_the_wrong_length_is_noticed(mpi_world: MPI.Intracomm) -> N
 
 
 @pytest.mark.parametrize(("device", "every"), [("auto", 36), ("staged", 9)])
-def test_device_arrays(mpi_world: MPI.Intracomm, device: Any, every: int) -> None:
+def test_device_arrays_are_served_over_mpi(
+    mpi_world: MPI.Intracomm, device: Any, every: int
+) -> None:
     comm = collectives.wrap(mpi_world, device=device)
     # All of them run on threads.  Other ones on each number of ranks; those that stay on the
-    # device are also in `tests/device/test_over_mpi.py`.
+    # device are also in `tests/devices/test_over_mpi.py`.
     for job in all_jobs(comm.size)[comm.size :: every]:
-        device_scenarios.perform_on_device(comm, job, on_device, on_host)
-    device_scenarios.mixed_program(comm, on_device, on_host)
-    device_scenarios.plan_reads_afresh(comm, on_device, on_host)
+        scenarios.perform_on_device(comm, job, on_device, on_host)
+    scenarios.mixed_program(comm, on_device, on_host)
+    scenarios.plan_reads_afresh(comm, on_device, on_host)
     comm.free()
     gpu().check()
 

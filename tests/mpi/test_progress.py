@@ -15,14 +15,16 @@ from mpi4py import MPI
 import collectives
 from collectives import Communicator
 from collectives.diagnostics import hang_report
-from tests.operator_scenarios import failing
-from tests.session_scenarios import SCENARIOS
+from tests.scenarios.operators import failing
+from tests.scenarios.sessions import SCENARIOS
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-def test_programs(mpi_world: MPI.Intracomm, scenario: Callable[[Communicator], None]) -> None:
+def test_programs_run_while_a_thread_advances_the_calls(
+    mpi_world: MPI.Intracomm, scenario: Callable[[Communicator], None]
+) -> None:
     scenario(collectives.world(progress="thread"))
 
 

@@ -42,7 +42,7 @@ def in_threads(functions: list[Callable[[], None]]) -> None:
 @pytest.mark.parametrize(
     ("timeout", "progress", "is_async"), pairwise([None, 30.0], [None, "thread"], [False, True])
 )
-def test_threads_with_a_communicator_each(
+def test_threads_may_call_at_once_on_a_communicator_each(
     mpi_world: MPI.Intracomm, timeout: float | None, progress: str | None, is_async: bool
 ) -> None:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:

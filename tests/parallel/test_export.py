@@ -79,7 +79,7 @@ def test_a_layer_waits_for_its_own_parameters_only() -> None:
     assert {task.seconds for task in tasks if task.is_compute} == {1.0, 2.0}
 
 
-def test_a_missing_call_is_noticed() -> None:
+def test_a_call_that_is_missing_is_noticed() -> None:
     words = STEPS["ddp"]
     layout, ranks = step_of(words)
     shorter = [tasks[:-4] for tasks in ranks]

@@ -35,7 +35,7 @@ def test_no_text_is_refused(tmp_path: Path, name: str) -> None:
         text.load(tmp_path / name)
 
 
-def test_unigram_entropy() -> None:
+def test_the_unigram_entropy_is_that_of_the_frequencies() -> None:
     assert text.unigram_entropy(DATA) == pytest.approx(np.log(256), rel=1e-14)
     assert text.unigram_entropy(np.zeros(9, np.uint8)) == 0
     halves = np.frombuffer(b"aab" * 10, dtype=np.uint8)
@@ -73,7 +73,7 @@ def test_a_batch_that_cannot_be_divided_is_refused() -> None:
 
 
 @pytest.mark.parametrize("context", [1, 4])
-def test_targets_are_the_bytes_after_each(context: int) -> None:
+def test_targets_are_the_bytes_that_follow(context: int) -> None:
     inputs, targets = text.batch(DATA, seed=1, step=2, batch_size=50, context=context)
     assert inputs.shape == targets.shape == (50, context)
     assert inputs.dtype == targets.dtype == np.int64

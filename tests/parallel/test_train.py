@@ -203,7 +203,7 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_what_differs_is_said_and_status_1(
+def test_a_difference_is_said_and_the_status_is_1(
     run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, difference: Any
 ) -> None:
     difference(monkeypatch)
@@ -363,7 +363,7 @@ def test_a_loss_scale_that_is_forgotten_would_be_noticed(
 
 
 @pytest.mark.parametrize(("steps", "saved"), [(5, [2, 4, 5]), (4, [2, 4])])
-def test_save_every_keeps_one_after_every_so_many_steps(
+def test_save_every_keeps_a_checkpoint_after_every_so_many_steps(
     run: Any, tmp_path: Path, steps: int, saved: list[int]
 ) -> None:
     """And one at the end, once."""
@@ -376,7 +376,7 @@ def test_save_every_keeps_one_after_every_so_many_steps(
     assert [cell.strip() for cell in row.split("|")[3:5]] == [stages, stages]
 
 
-def test_another_strategy_may_go_on(run: Any, tmp_path: Path) -> None:
+def test_another_strategy_may_continue_a_run(run: Any, tmp_path: Path) -> None:
     whole = run("--steps", "6", ranks=3)
     run("--steps", "3", "--strategy", "zero3", "--save", tmp_path, ranks=4)
     rest = run("--steps", "6", "--strategy", "zero1", "--resume", tmp_path, ranks=2)
@@ -451,7 +451,7 @@ ADVISED: dict[tuple[str, ...], tuple[str, ...]] = {  # refused words, and those 
 
 
 @pytest.mark.parametrize("refused", ADVISED)
-def test_what_is_said_to_work_works(refused: tuple[str, ...]) -> None:
+def test_a_mesh_that_is_advised_works(refused: tuple[str, ...]) -> None:
     """Each axis, stage and name in the sentence, in place of the words that are refused."""
     kept = ADVISED[refused]
     said = sentences(lambda _: [*refused, *kept], 2)[0]
@@ -473,7 +473,7 @@ def advised(said: str) -> Iterator[list[str]]:
         yield from (["--strategy", name] for name in re.findall("[a-z0-9]{3,}", names))
 
 
-def test_nothing_is_said_to_work_if_nothing_does() -> None:
+def test_no_mesh_is_advised_if_none_works() -> None:
     words = ["--strategy", "zeropp", "--gradient-bits", "4", "--dropout", "0.1"]
     assert sentences(lambda _: words, 2)[0].endswith("zeropp takes no --dropout")
 
@@ -502,7 +502,7 @@ def taken(done: Run) -> Trainer:
     return done.training.strategy
 
 
-def test_hook(run: Any) -> None:
+def test_the_option_hook_chooses_how_gradients_are_summed(run: Any) -> None:
     plain = run()
     hooks = {
         "float16": HalfPrecision,
@@ -518,7 +518,9 @@ def test_hook(run: Any) -> None:
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_offload(run: Any, tmp_path: Path, place: str) -> None:
+def test_the_option_offload_moves_updates_and_changes_no_loss(
+    run: Any, tmp_path: Path, place: str
+) -> None:
     """Updates elsewhere make no difference; what they move is shown."""
     word = f"disk:{tmp_path}" if place == "disk" else place
     done = run("--strategy", "zero3", "--offload", word)
@@ -530,7 +532,9 @@ def test_offload(run: Any, tmp_path: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["host", "disk"])
-def test_offload_activations(run: Any, tmp_path: Path, place: str) -> None:
+def test_the_option_offload_activations_moves_activations_and_changes_no_loss(
+    run: Any, tmp_path: Path, place: str
+) -> None:
     """Activations elsewhere make no difference; what is moved is shown."""
     word = f"disk:{tmp_path}" if place == "disk" else place
     done = run("--strategy", "zero3", "--layers", "2", "--offload-activations", word)
@@ -539,7 +543,7 @@ def test_offload_activations(run: Any, tmp_path: Path, place: str) -> None:
         assert (column in done.said) == (place == "disk")
 
 
-def test_clip(run: Any) -> None:
+def test_the_option_clip_bounds_the_gradient(run: Any) -> None:
     """By so much that a step is as small as one without a rate."""
     plain, clipped = (
         run("--optimizer", "sgd", "--lr", "0.5", *words).losses
@@ -550,7 +554,7 @@ def test_clip(run: Any) -> None:
     assert not np.allclose(plain, still, rtol=1e-4)
 
 
-def test_recompute(run: Any) -> None:
+def test_the_option_recompute_keeps_less_and_changes_no_loss(run: Any) -> None:
     plain, again = run("--layers", "2"), run("--layers", "2", "--recompute")
     assert plain.losses == again.losses
     numbers = [taken(each).micro_batches.num_recomputed for each in (plain, again)]
@@ -558,18 +562,18 @@ def test_recompute(run: Any) -> None:
     assert taken(again).memory.peak["activations"] < taken(plain).memory.peak["activations"]
 
 
-def test_tied(run: Any) -> None:
+def test_the_option_tied_leaves_one_table(run: Any) -> None:
     plain, tied = taken(run()).model, taken(run("--tied")).model
     assert plain.num_parameters - tied.num_parameters == 256 * 8
 
 
-def test_group(run: Any) -> None:
+def test_the_option_group_size_is_the_size_of_the_axis(run: Any) -> None:
     assert taken(run("--strategy", "hsdp")).mesh.axes["shard"] == 2
     for strategy in ("hsdp", "zeropp"):
         assert taken(run("--strategy", strategy, "--group-size", "1")).mesh.axes["shard"] == 1
 
 
-def test_gradient_bits(run: Any) -> None:
+def test_the_option_gradient_bits_changes_what_is_sent(run: Any) -> None:
     of = {
         bits: run("--strategy", "zeropp", *words, ranks=4)
         for bits, words in ((8, []), (4, ["--gradient-bits", "4"]))
@@ -578,7 +582,7 @@ def test_gradient_bits(run: Any) -> None:
     assert of[4].status == 0 and of[4].losses != of[8].losses
 
 
-def test_keep_after_forward(run: Any) -> None:
+def test_the_option_keep_after_forward_gathers_less_and_changes_no_loss(run: Any) -> None:
     for strategy in ("zero3", "hsdp"):
         freed, kept = (
             run("--strategy", strategy, *words) for words in ([], ["--keep-after-forward"])
@@ -588,14 +592,14 @@ def test_keep_after_forward(run: Any) -> None:
         assert freed.losses == kept.losses
 
 
-def test_staleness_bound(run: Any) -> None:
+def test_the_option_staleness_bound_holds(run: Any) -> None:
     assert taken(run("--strategy", "server-async", ranks=3)).staleness_bound is None
     bounded = taken(run("--strategy", "server-async", "--staleness-bound", "0", ranks=3))
     assert bounded.staleness_bound == 0
     assert max(each.updates for each in bounded.staleness) <= 1
 
 
-def test_bucket_bytes_and_algorithm(run: Any) -> None:
+def test_the_options_bucket_bytes_and_algorithm_reach_the_run(run: Any) -> None:
     ddp = taken(run("--bucket-bytes", "1", "--algorithm", "recursive_doubling"))
     assert list(ddp.view.buckets.values()) == [["head"], ["block0"], ["embedding"]]
     assert ddp.layout.algorithm == "recursive_doubling"
@@ -806,7 +810,7 @@ def test_a_checkpoint_that_is_there_is_not_made_again(
     assert said.endswith(f"cannot save a checkpoint in {there}: there is one already")
 
 
-def test_what_is_over_cannot_be_resumed(run: Any, tmp_path: Path) -> None:
+def test_a_run_that_is_over_cannot_be_resumed(run: Any, tmp_path: Path) -> None:
     run("--save", tmp_path)
     said = sentences(lambda _: ["--resume", tmp_path], 2)
     assert said == 2 * [said[0]]
@@ -817,7 +821,7 @@ UNDERSTOOD = [["--steps", "0"], ["--batch", "x"], ["--strategy", "other"], ["--k
 
 
 @pytest.mark.parametrize("words", UNDERSTOOD, ids=" ".join)
-def test_what_is_not_understood_is_status_2(
+def test_arguments_that_are_not_understood_have_status_2(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
@@ -859,7 +863,7 @@ def statuses(monkeypatch: pytest.MonkeyPatch, *words: str) -> list[Any]:
     return list(collectives.run(fn, size=2))
 
 
-def test_main_is_status_0_1_or_2(
+def test_the_status_of_the_command_is_0_1_or_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first rank's tells, and it alone speaks."""

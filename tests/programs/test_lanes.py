@@ -12,10 +12,11 @@ import pytest
 import collectives
 from collectives import Communicator, algorithms
 from collectives.algorithms import registry
-from collectives.programs import lanes, program
+from collectives.programs import lanes
 from collectives.programs.lanes import WIDTH, Event, compile_lanes, num_lanes, order
 from collectives.schedule import RecvReduce, Round, Send
 from collectives.schedule.contracts import SPECS, Piece
+from tests.inside import forget_programs
 from tests.programs.test_plan_proof import Layout, Words, in_any_order, results
 
 REDUCTIONS = [
@@ -30,9 +31,9 @@ REDUCTIONS = [
 def _tiny_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Segments of two elements of eight bytes."""
     monkeypatch.setattr(lanes, "SEGMENT_BYTES", 16)
-    program._compiled.cache_clear()
+    forget_programs()
     yield
-    program._compiled.cache_clear()
+    forget_programs()
 
 
 def cut(collective: str, name: str, size: int, num_bytes: int) -> int:
@@ -147,7 +148,7 @@ def test_a_ring_needs_at_most_4_mib_of_scratch(
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])
-def test_large_arrays_at_awkward_counts_and_places(op: str) -> None:
+def test_large_arrays_at_awkward_counts_and_places_are_right(op: str) -> None:
     num_elements = 3 * lanes.SEGMENT_BYTES // 8 * 3 + 5
 
     def body(comm: Communicator) -> None:

@@ -17,11 +17,12 @@ import pytest
 from bench.workloads.expected import expected
 from collectives import Communicator, Operator, Plan, algorithms
 from collectives.engines.threads import ThreadTransport, World
-from collectives.programs import placement, program
+from collectives.programs import placement
 from collectives.runtime.session import Session
 from collectives.schedule.contracts import SPECS
 from tests.algorithms.catalogue import EVERY, settings
 from tests.covering import pairwise
+from tests.inside import forget_programs
 
 SIZES = [*range(1, 10), 12, 13]
 
@@ -191,10 +192,10 @@ def _swapped_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         places = right(*layout)
         return dict(zip(places, reversed(places.values()), strict=True))
 
-    program._compiled.cache_clear()
+    forget_programs()
     monkeypatch.setattr(placement, "consecutive", swapped)
     yield
-    program._compiled.cache_clear()
+    forget_programs()
 
 
 @pytest.mark.usefixtures("_swapped_blocks")

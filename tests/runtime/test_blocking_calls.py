@@ -14,7 +14,7 @@ import pytest
 import collectives
 from collectives import CollectiveError, CollectiveTimeout, Communicator
 from collectives.engines.threads import ThreadMessages
-from tests.operator_scenarios import failing
+from tests.scenarios.operators import failing
 
 Body = Callable[[Communicator], Any]
 

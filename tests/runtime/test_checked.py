@@ -16,9 +16,9 @@ from collectives import CollectiveMismatch, CollectiveTimeout, Communicator, Not
 from collectives.runtime.fingerprint import DIGEST_BYTES
 from collectives.runtime.numbering import Numbering
 from tests import hygiene
-from tests.fake_device import on_device, on_host
-from tests.mismatches import MISTAKES, Mistake, make, noticed, still_works
-from tests.session_scenarios import SCENARIOS
+from tests.fakes.device import on_device, on_host
+from tests.scenarios.mismatches import MISTAKES, Mistake, make, noticed, still_works
+from tests.scenarios.sessions import SCENARIOS
 
 SIZES = [1, 2, 3, 4, 7]
 Body = Callable[[Communicator], Any]
@@ -52,7 +52,7 @@ def test_every_rank_is_told_who_differs_in_what(mistake: Mistake, size: int) -> 
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
-def test_they_are_told_and_stay_in_step_where_values_are_looked_at(mistake: Mistake) -> None:
+def test_ranks_are_told_and_stay_in_step_where_values_are_looked_at(mistake: Mistake) -> None:
     checked(lambda comm: noticed(comm, mistake), 3, "finite")
 
 
@@ -207,7 +207,7 @@ def test_what_the_library_sends_for_itself_is_checked_too() -> None:
     assert told(body, 3, CollectiveMismatch).startswith("rank 1 called split from")
 
 
-def test_another_mode_on_one_rank_is_told() -> None:
+def test_ranks_of_which_one_has_another_mode_are_told() -> None:
     def body(comm: Communicator) -> None:
         comm._session.checker.mode = "finite" if comm.rank == 0 else "calls"  # type: ignore[union-attr]
         with pytest.raises(CollectiveMismatch, match=r"mode=finite.*mode=calls"):
@@ -221,7 +221,7 @@ def test_another_mode_on_one_rank_is_told() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
-def test_programs(scenario: Body, size: int) -> None:
+def test_checked_mode_changes_no_program(scenario: Body, size: int) -> None:
     checked(scenario, size, "finite" if size == 4 else True)
 
 

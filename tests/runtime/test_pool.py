@@ -51,7 +51,9 @@ def test_calls_under_way_have_executions_of_their_own(made: list[int]) -> None:
     assert all(made.count(rank) <= 3 for rank in range(P))  # fewer if one is over by the next
 
 
-def test_boundedly_many_are_kept(made: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_executions_that_are_kept_is_bounded(
+    made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pool, "_MAX_KINDS", 2)
 
     def body(comm: Communicator) -> None:

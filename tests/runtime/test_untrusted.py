@@ -17,8 +17,8 @@ from collectives import Communicator
 from collectives.arrays.backends import HOST, Arrays
 from collectives.errors import CollectiveMismatch
 from collectives.runtime import header, performing
-from tests.scenarios import COLLECTIVES, Job, perform, random_rows
-from tests.session_scenarios import SCENARIOS
+from tests.scenarios.jobs import COLLECTIVES, Job, perform, random_rows
+from tests.scenarios.sessions import SCENARIOS
 
 QUICK = {"deadline": None, "derandomize": True, "database": None}
 

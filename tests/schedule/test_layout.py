@@ -10,7 +10,7 @@ from collectives.schedule.layout import Region, by_pair, by_rank, consecutive, e
 
 @pytest.mark.parametrize("n", [0, 1, 5, 16, 17, 1000])
 @pytest.mark.parametrize("p", [1, 2, 3, 7, 16, 40])
-def test_even_is_numpys_array_split(n: int, p: int) -> None:
+def test_even_counts_are_those_of_numpys_array_split(n: int, p: int) -> None:
     assert even_counts(n, p) == tuple(len(part) for part in np.array_split(np.arange(n), p))
 
 
@@ -20,6 +20,6 @@ def test_consecutive_blocks_follow_one_another() -> None:
     assert regions == {block: Region("output", *extent) for block, extent in extents.items()}
 
 
-def test_names_of_blocks() -> None:
+def test_blocks_have_their_names() -> None:
     assert by_rank((4, 5)) == {0: 4, 1: 5}
     assert by_pair(((1, 2), (3, 4))) == {(0, 0): 1, (0, 1): 2, (1, 0): 3, (1, 1): 4}

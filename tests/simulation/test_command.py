@@ -32,7 +32,9 @@ def test_the_command_compares_algorithms_and_draws_links(
     assert len(cells) == 11 + 8 + 2 + 2  # the legend, ports, and NICs in both directions
 
 
-def test_named_algorithms_a_straggler_and_folding(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_named_algorithms_a_straggler_and_folding(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     common = ["all_reduce", "--wide", "--bytes", "64K", "--topology", "torus:4x4", "--algorithm"]
     assert COMMAND.main([*common, "ring,circulant_strided(per_host=4)"]) == 0
     plain = capsys.readouterr().out

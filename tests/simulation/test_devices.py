@@ -7,14 +7,14 @@ import pytest
 from collectives import ScheduleError
 from collectives.lowering import DeviceProgram
 from collectives.simulation import DeviceLink, simulate_devices
-from tests.device.lowered_cases import Case
+from tests.lowering.cases import Case
 
 LINK = DeviceLink(
     synchronize=1, copy=10, kernel=100, hop=1000, start=1e4, rate=1, staging=1e6, staging_rate=1
 )
 
 
-def test_one_combination_of_two_ranks() -> None:
+def test_one_combination_of_two_ranks_takes_the_time_of_its_calls_and_bytes() -> None:
     programs = Case("all_reduce", "one_shot", 2, 4).lowered()
     # Signal and await are one call.  The combination reads 2 x 16 bytes and writes 16.
     begun = 1 + 1000

@@ -12,7 +12,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from subprocess import CompletedProcess
 
-from tests.pages import ROOT
+from tests.docs.pages import ROOT
 
 
 def build(settings: Path, folder: Path) -> CompletedProcess[str]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.pages import ROOT
+from tests.docs.pages import ROOT
 from tests.site.building import build
 from tests.site.serving import served
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import options
-from tests.public_names import everything
+from tests.docs.public_names import everything
 from tests.site.building import build, inventory, pages, raw_markup, small_site
 
 pytestmark = [pytest.mark.site, pytest.mark.timeout(600)]

@@ -10,8 +10,8 @@ import torch
 
 from collectives.torch import any_source, backend
 from collectives.torch.tensors import HOST_MEMORY, Memory, Tensor
-from tests.fake_device import BACKEND, FakeDeviceArray, FakeStream
-from tests.fake_driver import gpu
+from tests.fakes.device import BACKEND, FakeDeviceArray, FakeStream
+from tests.fakes.driver import gpu
 
 _CYCLES = 1 << 20  # of slow work: some hundred microseconds
 

@@ -211,7 +211,7 @@ def refused(name: str, call: Callable[[], Any], says: str | tuple[str, ...]) -> 
     assert said.startswith(says), f"{name}: {said}"
 
 
-def test_what_fits_is_not_refused(ranks: range) -> None:
+def test_arguments_that_fit_are_not_refused(ranks: range) -> None:
     """Negative control."""
     with pytest.raises(AssertionError, match="a barrier was not refused"):
         refused("a barrier", dist.barrier, "")

@@ -44,7 +44,7 @@ def all_multiples(num_ranks: int, dtype: torch.dtype, op: str) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_all_reduce_with_every_operator_on_every_dtype(ranks: range, op: str) -> None:
+def test_all_reduce_serves_every_operator_on_every_dtype(ranks: range, op: str) -> None:
     for dtype in OPS[op][0]:
         everyones = all_multiples(len(ranks), dtype, op)
         found = everyones[my_rank()].clone()
@@ -53,7 +53,7 @@ def test_all_reduce_with_every_operator_on_every_dtype(ranks: range, op: str) ->
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_reduce_to_every_root(ranks: range, op: str) -> None:
+def test_reduce_serves_every_root(ranks: range, op: str) -> None:
     for root in ranks:
         for dtype in OPS[op][0]:
             everyones = all_multiples(len(ranks), dtype, op)
@@ -64,7 +64,7 @@ def test_reduce_to_every_root(ranks: range, op: str) -> None:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_reduce_scatter_with_every_operator(ranks: range, op: str) -> None:
+def test_reduce_scatter_serves_every_operator(ranks: range, op: str) -> None:
     p, mine = len(ranks), my_rank()
     for dtype in OPS[op][0]:
         everyones = all_drawn((p, 4), dtype)
@@ -79,7 +79,7 @@ def test_reduce_scatter_with_every_operator(ranks: range, op: str) -> None:
         check(found, wanted)
 
 
-def test_reduce_scatter_of_uneven_parts(ranks: range) -> None:
+def test_reduce_scatter_serves_uneven_parts(ranks: range) -> None:
     mine = my_rank()
     shapes = [(rank, 2) for rank in ranks]  # rank 0 gets nothing
     everyones = [[drawn(r, shape, seed=i) for i, shape in enumerate(shapes)] for r in ranks]
@@ -88,7 +88,7 @@ def test_reduce_scatter_of_uneven_parts(ranks: range) -> None:
     check(found, combined("SUM", [parts[mine] for parts in everyones]))
 
 
-def test_a_reduce_scatter_into_a_part_of_its_own_input(ranks: range) -> None:
+def test_reduce_scatter_may_write_into_a_part_of_its_own_input(ranks: range) -> None:
     p, mine = len(ranks), my_rank()
     everyones = all_drawn((p, 3))
     whole = everyones[mine].clone()
@@ -96,7 +96,7 @@ def test_a_reduce_scatter_into_a_part_of_its_own_input(ranks: range) -> None:
     check(whole[mine], combined("SUM", everyones)[mine])
 
 
-def test_a_sum_of_what_is_multiplied_first(ranks: range) -> None:
+def test_a_sum_may_be_of_what_is_multiplied_first(ranks: range) -> None:
     for dtype in FLOATS:
         for factor in (2.0, torch.tensor([3], dtype=dtype)):
             op = dist._make_nccl_premul_sum(factor)
@@ -157,7 +157,7 @@ def test_what_can_only_be_moved_is_refused_by_reductions_before_anything_is_sent
 # Between a root and the others
 
 
-def test_broadcast_of_every_dtype_from_every_root(ranks: range) -> None:
+def test_broadcast_serves_every_dtype_from_every_root(ranks: range) -> None:
     for root in ranks:
         for dtype in DTYPES:
             everyones = all_drawn(dtype=dtype)
@@ -166,7 +166,7 @@ def test_broadcast_of_every_dtype_from_every_root(ranks: range) -> None:
             check(found, everyones[root])
 
 
-def test_gather_of_every_dtype_to_every_root(ranks: range) -> None:
+def test_gather_serves_every_dtype_to_every_root(ranks: range) -> None:
     for root in ranks:
         for dtype in DTYPES:
             everyones, is_root = all_drawn(dtype=dtype), my_rank() == root
@@ -176,7 +176,7 @@ def test_gather_of_every_dtype_to_every_root(ranks: range) -> None:
                 check_all(parts, everyones)
 
 
-def test_scatter_of_every_dtype_from_every_root(ranks: range) -> None:
+def test_scatter_serves_every_dtype_from_every_root(ranks: range) -> None:
     for root in ranks:
         for dtype in DTYPES:
             everyones, is_root = all_drawn(dtype=dtype), my_rank() == root
@@ -188,7 +188,7 @@ def test_scatter_of_every_dtype_from_every_root(ranks: range) -> None:
 # Among all ranks
 
 
-def test_all_gather_of_every_dtype(ranks: range) -> None:
+def test_all_gather_serves_every_dtype(ranks: range) -> None:
     p = len(ranks)
     for dtype in DTYPES:
         everyones = all_drawn(dtype=dtype)
@@ -202,14 +202,14 @@ def test_all_gather_of_every_dtype(ranks: range) -> None:
             check(whole, wanted.reshape(shape))
 
 
-def test_all_gather_of_uneven_tensors(ranks: range) -> None:
+def test_all_gather_serves_uneven_tensors(ranks: range) -> None:
     everyones = [drawn(rank, (rank, 2)) for rank in ranks]  # rank 0 has nothing
     parts = blanks(everyones)
     dist.all_gather(parts, everyones[my_rank()])
     check_all(parts, everyones)
 
 
-def test_all_gather_in_place(ranks: range) -> None:
+def test_all_gather_may_be_in_place(ranks: range) -> None:
     everyones = all_drawn()
     whole = torch.zeros(len(ranks), 3, 2)
     whole[my_rank()] = everyones[my_rank()]
@@ -223,7 +223,7 @@ def all_to_all_shapes(ranks: range, *, is_even: bool) -> list[list[tuple[int, in
 
 
 @pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
-def test_all_to_all_of_every_dtype(ranks: range, is_even: bool) -> None:
+def test_all_to_all_serves_every_dtype(ranks: range, is_even: bool) -> None:
     mine, shapes = my_rank(), all_to_all_shapes(ranks, is_even=is_even)
     for dtype in DTYPES:
         everyones = [[drawn(i, shapes[i][j], dtype, seed=j) for j in ranks] for i in ranks]
@@ -234,7 +234,7 @@ def test_all_to_all_of_every_dtype(ranks: range, is_even: bool) -> None:
 
 
 @pytest.mark.parametrize("is_even", [True, False], ids=["even", "uneven"])
-def test_all_to_all_single_of_every_dtype(ranks: range, is_even: bool) -> None:
+def test_all_to_all_single_serves_every_dtype(ranks: range, is_even: bool) -> None:
     mine, shapes = my_rank(), all_to_all_shapes(ranks, is_even=is_even)
     to_each, from_each = shapes[mine], [row[mine] for row in shapes]
     in_splits, out_splits = [rows for rows, _ in to_each], [rows for rows, _ in from_each]
@@ -276,7 +276,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(ranks: range) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asynchronous"])
-def test_coalesced_calls(ranks: range, is_async: bool) -> None:
+def test_coalesced_calls_give_the_results_of_single_ones(ranks: range, is_async: bool) -> None:
     p, mine = len(ranks), my_rank()
     rows = [all_drawn((p, i), seed=i) for i in range(1, 4)]
     wholes = [[torch.zeros(p * p, i), torch.zeros(p, i), torch.zeros(i)] for i in range(1, 4)]
@@ -298,7 +298,7 @@ def test_coalesced_calls(ranks: range, is_async: bool) -> None:
         check(scattered, total[mine])
 
 
-def test_messages_in_a_block_with_a_barrier_and_waits(ranks: range) -> None:
+def test_messages_in_a_block_arrive_beside_a_barrier_and_waits(ranks: range) -> None:
     """Messages start when the block ends, or before what would wait for them."""
     mine, peer = my_rank(), my_rank() ^ 1
     found = blanks([drawn(0)] * 2)
@@ -376,7 +376,7 @@ def test_pytorchs_own_manager_does_not_end_a_block_that_raises(ranks: range) -> 
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["blocking", "asynchronous"])
-def test_gathers_and_sums_of_lists(ranks: range, is_async: bool) -> None:
+def test_lists_of_tensors_are_gathered_and_summed(ranks: range, is_async: bool) -> None:
     """Lists with as many tensors as ranks, and with fewer and more, each of another size."""
     for num_tensors in (1, len(ranks), len(ranks) + 1):
         rows = [all_drawn((2, i + 1), seed=i) for i in range(num_tensors)]
@@ -397,7 +397,7 @@ def test_gathers_and_sums_of_lists(ranks: range, is_async: bool) -> None:
 # Objects
 
 
-def test_objects_from_and_to_every_root(ranks: range) -> None:
+def test_objects_go_from_and_to_every_root(ranks: range) -> None:
     p, mine = len(ranks), my_rank()
     everyones: list[Any] = [{"rank": rank, "text": "x" * (10 * rank)} for rank in ranks]
     found: list[Any] = [None] * p
@@ -415,7 +415,7 @@ def test_objects_from_and_to_every_root(ranks: range) -> None:
         assert told == everyones
 
 
-def test_objects_from_rank_to_rank(ranks: range) -> None:
+def test_objects_go_from_rank_to_rank(ranks: range) -> None:
     p, mine = len(ranks), my_rank()
     if p == 1:
         return
@@ -454,7 +454,9 @@ LAYOUTS = [contiguous, transposed, strided, channels_last]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.__name__)
-def test_every_layout(ranks: range, layout: Callable[[Tensor], Tensor]) -> None:
+def test_tensors_of_every_layout_are_served(
+    ranks: range, layout: Callable[[Tensor], Tensor]
+) -> None:
     p, mine = len(ranks), my_rank()
     everyones = all_drawn((2, 3, 2, 2))
     assert all(torch.equal(layout(tensor), tensor) for tensor in everyones)
@@ -507,7 +509,7 @@ def test_conjugated_and_negated_views_are_sent_as_what_they_mean(ranks: range) -
     check(found, combined("SUM", negative))
 
 
-def test_every_shape(ranks: range) -> None:
+def test_tensors_of_every_shape_are_served(ranks: range) -> None:
     for shape in SHAPES:
         everyones = all_drawn(shape)
         total = combined("SUM", everyones)
@@ -527,7 +529,7 @@ def test_every_shape(ranks: range) -> None:
         check(found, total)
 
 
-def test_tensors_that_need_gradients(ranks: range) -> None:
+def test_tensors_that_need_gradients_are_served(ranks: range) -> None:
     everyones = all_drawn()
     total = combined("SUM", everyones)
     leaf = everyones[my_rank()].clone().requires_grad_()

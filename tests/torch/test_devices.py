@@ -24,9 +24,9 @@ from collectives.devices import Devices
 from collectives.devices.order import Order
 from collectives.torch import devices
 from collectives.torch.tensors import HOST_MEMORY, Tensor
-from tests.device.held_stream import hold, released
-from tests.fake_device import BACKEND, FakeStream
-from tests.fake_driver import gpu
+from tests.fakes.device import BACKEND, FakeStream
+from tests.fakes.driver import gpu
+from tests.fakes.held_stream import hold, released
 from tests.torch import device_program
 from tests.torch.device_program import PROGRAMS
 from tests.torch.places import FakeMemory, OnFake, fake_place
@@ -197,12 +197,6 @@ def test_what_is_left_out_is_noticed(
     gpu().violations.clear()
 
 
-def has_array(address: int) -> bool:
-    """Whether an array that is still used begins there."""
-    gpu().array(1, np.uint8)  # it notes which arrays have ended
-    return any(address in chunk.arrays for chunk in gpu()._pool._chunks)
-
-
 def not_kept(self: Order, enqueued: Any, something: object) -> None:
     """What stands for `keep_until`."""
 
@@ -219,7 +213,7 @@ def test_the_memory_of_an_input_is_kept_until_the_end(
     dist.all_gather_into_tensor(y, x, async_op=True).wait()
     address = x.data_ptr()
     del x
-    assert has_array(address) == is_right
+    assert gpu().has_array_at(address) == is_right
     MPI.COMM_WORLD.Barrier()
     word[:] = 1
 
@@ -251,7 +245,7 @@ def test_without_cupy_tensors_on_a_gpu_are_copied_which_is_said(
 ) -> None:
     monkeypatch.setattr(devices, "find_spec", lambda _: None)
     with pytest.warns(UserWarning, match="pip install cupy-cuda12x"):
-        assert devices._of_cuda.__wrapped__(torch.device("cuda", 0)) is HOST_MEMORY
+        assert devices.memory_on_gpu.__wrapped__(torch.device("cuda", 0)) is HOST_MEMORY
 
 
 # With CuPy, of which there is none here
@@ -297,9 +291,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[devices.CudaMemory, 
         "stream": streams.on_torch,
     }.items():
         monkeypatch.setattr(torch.cuda, name, made)
-    devices._for_cupy.cache_clear()
+    devices.stream_for_cupy.cache_clear()
     yield devices.CudaMemory(torch.device("cuda", 1)), streams
-    devices._for_cupy.cache_clear()
+    devices.stream_for_cupy.cache_clear()
 
 
 def test_calls_are_made_on_the_current_stream_of_pytorch(

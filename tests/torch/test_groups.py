@@ -31,7 +31,7 @@ def check_sum(members: list[int], group: dist.ProcessGroup | None = None) -> Non
 # Which ranks
 
 
-def test_a_group_of_some_ranks_and_those_that_are_not_in_it(ranks: range) -> None:
+def test_a_group_of_some_ranks_leaves_the_others_out(ranks: range) -> None:
     members = [0, len(ranks) - 1]
     group = dist.new_group(members)
     check_sum(members, group)
@@ -96,7 +96,7 @@ def test_many_groups_can_be_made_used_and_destroyed(ranks: range) -> None:
             dist.destroy_process_group(group)
 
 
-def test_subgroups_of_equal_size(ranks: range) -> None:
+def test_subgroups_of_equal_size_are_made(ranks: range) -> None:
     group, groups = dist.new_subgroups(1)
     assert len(groups) == len(ranks)
     check_sum([dist.get_rank()], group)
@@ -143,7 +143,7 @@ def test_a_group_can_shrink_without_the_ranks_that_leave(ranks: range) -> None:
 # Together with other backends
 
 
-def test_a_group_whose_default_group_has_another_backend() -> None:
+def test_the_default_group_may_have_another_backend() -> None:
     with default_group("gloo") as ranks:
         members = [*ranks[1:]] or [0]
         group = dist.new_group(members, backend="ring")
@@ -155,7 +155,7 @@ def test_a_group_whose_default_group_has_another_backend() -> None:
             backend_of()
 
 
-def test_a_group_of_another_backend_whose_default_group_is_this_one(ranks: range) -> None:
+def test_a_group_may_have_another_backend_than_the_default_group(ranks: range) -> None:
     check_sum([*ranks], dist.new_group(backend="gloo"))
     check_sum([*ranks])
 
@@ -219,7 +219,7 @@ def test_checked_mode_finds_ranks_that_make_different_calls() -> None:
 # Ends
 
 
-def test_default_groups_one_after_the_other(world: collectives.Communicator) -> None:
+def test_default_groups_may_follow_one_another(world: collectives.Communicator) -> None:
     for _ in range(2):
         dist.init_process_group("ring")  # the ranks find each other without a store
         check_sum([*range(world.size)])

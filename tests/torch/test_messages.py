@@ -21,7 +21,7 @@ def neighbours(ranks: range) -> tuple[int, int, int]:
     return mine, (mine - 1) % len(ranks), (mine + 1) % len(ranks)
 
 
-def test_messages_of_every_dtype_around_a_ring(ranks: range) -> None:
+def test_messages_of_every_dtype_go_around_a_ring(ranks: range) -> None:
     mine, left, right = neighbours(ranks)
     for dtype in DTYPES:
         everyones = all_drawn(dtype=dtype)
@@ -108,7 +108,7 @@ def test_messages_of_the_same_tag_stay_in_order(ranks: range) -> None:
     check_all(found, [drawn(left, seed=i) for i in range(5)])
 
 
-def test_a_batch_of_messages_around_a_ring(ranks: range) -> None:
+def test_a_batch_of_messages_goes_around_a_ring(ranks: range) -> None:
     mine, left, right = neighbours(ranks)
     found = [blank(drawn(left)), blank(drawn(right))]
     works = dist.batch_isend_irecv(

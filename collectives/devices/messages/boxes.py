@@ -44,7 +44,7 @@ the value of its words for this message, the bytes of the message, and the buffe
 """
 
 
-_AHEAD = 8  # messages of a size for which memory is allocated at once
+AHEAD = 8  # messages of a size for which memory is allocated at once
 _MOST_AHEAD = 64 << 20  # bytes of these messages
 _LEAST = 512  # bytes of a piece of memory
 
@@ -84,7 +84,7 @@ class Memory:
     def __init__(self, driver: Driver, *, are_by_events: bool) -> None:
         self._driver, self.are_by_events = driver, are_by_events
         self.full: dict[int, Put] = {}
-        self._allocations = list[Allocation]()
+        self.allocations = list[Allocation]()
         self._pieces = defaultdict[int, list[Piece]](list)  # by size, those that are not in use
 
     def has(self, num_bytes: int) -> bool:
@@ -95,9 +95,9 @@ class Memory:
         """Return a piece of memory for a message.  Raises DriverError."""
         size = _piece_size(num_bytes)
         if not self._pieces[size]:
-            number = max(1, min(_AHEAD, _MOST_AHEAD // size))
+            number = max(1, min(AHEAD, _MOST_AHEAD // size))
             allocation = shadow.taken(self._driver, number * size)
-            self._allocations.append(allocation)
+            self.allocations.append(allocation)
             starts = range(allocation.address, allocation.address + number * size, size)
             self._pieces[size] += [Piece(allocation, start, size) for start in starts]
         return self._pieces[size].pop()
@@ -105,11 +105,11 @@ class Memory:
     def clear(self) -> None:
         """Let the memory of messages that were read be used again."""
         for number, put in list(self.full.items()):
-            if put.box.is_free and self._is_read(put.box):
+            if put.box.is_free and self.is_read(put.box):
                 del self.full[number]
                 self._pieces[put.memory.size].append(put.memory)
 
-    def _is_read(self, box: Box) -> bool:
+    def is_read(self, box: Box) -> bool:
         """Return whether devices have done with a box whose words say so."""
         is_filled, is_read = _events_of(self._driver, box)
         events = (is_filled, is_read) if self.are_by_events else (is_filled,)
@@ -119,7 +119,7 @@ class Memory:
         """Let others have the memory, unless a message is not read; return whether they do."""
         self.clear()
         if not self.full:
-            for allocation in self._allocations:
+            for allocation in self.allocations:
                 shadow.give_back(self._driver, allocation)
         return not self.full
 
@@ -129,26 +129,26 @@ class Boxes:
 
     def __init__(self, links: Links) -> None:
         self._links, self._driver, self._board = links, links.driver, links.board
-        self._memory = Memory(links.driver, are_by_events=links.is_of_one_process)
+        self.memory = Memory(links.driver, are_by_events=links.is_of_one_process)
         self._lock = threading.Lock()  # threads may send at the same time
         self._pinned = set[int]()  # ids of allocations
-        self._retire = finalize(self, _retired.append, self._memory)
+        self._retire = finalize(self, _retired.append, self.memory)
         self._retire.atexit = False
 
     @property
     def are_by_events(self) -> bool:
         """See `Memory`."""
-        return self._memory.are_by_events
+        return self.memory.are_by_events
 
     def has_free(self) -> bool:
         """Return whether a box is free."""
         with self._lock:
-            self._memory.clear()
-            return len(self._memory.full) < NUM_BOXES
+            self.memory.clear()
+            return len(self.memory.full) < NUM_BOXES
 
     def has_memory(self, num_bytes: int) -> bool:
         """Return whether there is memory for a message, or memory may be allocated now."""
-        return self._memory.has(num_bytes) or STREAMS.may_block(self._driver)
+        return self.memory.has(num_bytes) or STREAMS.may_block(self._driver)
 
     def take(self, num_bytes: int, reader: int) -> Put | None:
         """Return a box for a message; None if another thread has taken the last one, or the memory.
@@ -156,12 +156,12 @@ class Boxes:
         Raises DriverError.
         """
         with self._lock:
-            full = self._memory.full
+            full = self.memory.full
             number = next((n for n in range(NUM_BOXES) if n not in full), None)
             if number is None or not self.has_memory(num_bytes):
                 return None
             _give_retired_back()
-            memory = self._memory.take(num_bytes)
+            memory = self.memory.take(num_bytes)
             box = self._board.box(self._board.rank, number)
             self._board.note_reader(number, reader)
             box.taken[0] += 1

@@ -177,7 +177,7 @@ class Exchange:
             piece.reshape(heads, batch, n, parts, self.width)
             for piece, n in zip(split(received, sizes), self.lengths, strict=True)
         ]
-        whole = heads_last(self._in_order(pieces))
+        whole = heads_last(self.join_positions(pieces))
         return whole.reshape(batch, self.context, parts * heads * self.width)
 
     def to_positions(self, y: Array, parts: int) -> Array:
@@ -186,14 +186,14 @@ class Exchange:
             return y
         batch, me, xp = y.shape[0], self.group.index(), namespace_of(y)
         y = heads_first(y.reshape(batch, self.context, parts, self.heads[me], self.width))
-        flat = xp.concat([self._positions(y, i).reshape(-1) for i in range(self.group.size)])
+        flat = xp.concat([self.positions_of(y, i).reshape(-1) for i in range(self.group.size)])
         received = self._sent(flat, transposed(self.table(batch, parts)))
         mine = received.reshape(self.num_heads, batch, self.lengths[me], parts, self.width)
         return heads_last(mine).reshape(
             batch, self.lengths[me], parts * self.num_heads * self.width
         )
 
-    def _in_order(self, pieces: list[Array]) -> Array:
+    def join_positions(self, pieces: list[Array]) -> Array:
         """Join the positions of all ranks, arrays (.., .., length, ..), in the order of the row.
 
         The early parts of the row are in the order of the ranks, the late parts in the reverse.
@@ -204,7 +204,7 @@ class Exchange:
         late = [piece[:, :, n:] for piece, n in reversed(both)]
         return namespace_of(pieces[0]).concat([*early, *late], axis=2)
 
-    def _positions(self, y: Array, index: int) -> Array:
+    def positions_of(self, y: Array, index: int) -> Array:
         """Return the positions of the rank `index`, from an array in the order of the row."""
         parts = self.group.parts(self.context, index)
         return namespace_of(y).concat([y[:, :, part] for part in parts], axis=2)

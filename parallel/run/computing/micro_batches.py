@@ -60,6 +60,8 @@ class MicroBatches:
         How many forward passes of layers ran again, in all steps.
     events : list of Event
         What this rank did in this step, and when.
+    saved, rests : dict of (int, str) to any
+        By micro-batch and layer, what is saved for backward, and for its second half.
     stash : WeightStash, optional
         The versions of parameters, if the schedule updates them while micro-batches are in
         progress.
@@ -90,8 +92,8 @@ class MicroBatches:
         self._entering: dict[tuple[str, int, int], Any] = {}
         self._steps: dict[int, Step] = {}
         self._active: dict[int, list[str]] = {}  # the layers that run on each micro-batch
-        self._saved: dict[tuple[int, str], Any] = {}
-        self._rests: dict[tuple[int, str], Any] = {}  # from one half of backward to the other
+        self.saved: dict[tuple[int, str], Any] = {}
+        self.rests: dict[tuple[int, str], Any] = {}
         self._sending: dict[tuple[str, int], tuple[Any, int]] = {}  # by direction and stage
 
     def begin(self, inputs: Tokens, targets: Tokens, total: int, number: int = 0) -> None:
@@ -114,7 +116,7 @@ class MicroBatches:
         """
         self.end()
         self.loss, arrays, view = 0.0, self.arrays, self.arrays.view
-        totals = self._totals(total, targets.shape[1])
+        totals = self.totals(total, targets.shape[1])
         is_sum = self.stash is None  # of micro-batches; else a mean of their means
         self._total = total if is_sum else sum(totals)
         self.used_layers.clear()
@@ -143,7 +145,7 @@ class MicroBatches:
                 batch=self._rows(self._total // context, k, number, tokens.shape[0]),
             )
 
-    def _totals(self, total: int, context: int) -> list[int]:
+    def totals(self, total: int, context: int) -> list[int]:
         """Return the number of tokens over which the loss of each micro-batch is a mean."""
         view = self.arrays.view
         num_parts, num_ranks = view.recipe.num_micro_batches, view.layout.batch_part(view.rank)[1]
@@ -172,7 +174,7 @@ class MicroBatches:
     def end(self) -> None:
         """Forget the micro-batches."""
         self.num_recomputed += sum(step.num_recomputed for step in self._steps.values())
-        for of_step in (self._entering, self._steps, self._active, self._saved, self._rests):
+        for of_step in (self._entering, self._steps, self._active, self.saved, self.rests):
             of_step.clear()
 
     def _track(self, arrays: Any) -> Any:
@@ -217,7 +219,7 @@ class MicroBatches:
         self._track(saved)
         if self.storage.columns:
             saved = self.arrays.memory.track(OFFLOADED, self.storage.put(saved))
-        self._saved[number, name] = saved
+        self.saved[number, name] = saved
         return y
 
     def backward(self, action: LayerBackward) -> None:
@@ -232,13 +234,13 @@ class MicroBatches:
         """Compute the derivative by the input of a layer."""
         self.units.complete(action.layer)
         rest = self._backward(action, lambda layer, dy, saved: layer.backward_input(dy, saved))
-        self._rests[action.micro_batch, action.layer] = self._track(rest)
+        self.rests[action.micro_batch, action.layer] = self._track(rest)
         self._unbind(action.layer)
 
     def backward_weight(self, action: LayerBackwardWeight) -> None:
         """Add to the gradients of a layer."""
         self.units.open_gradients(action.layer)
-        rest = self._rests.pop((action.micro_batch, action.layer))
+        rest = self.rests.pop((action.micro_batch, action.layer))
         if self._mark_used(action):
             self._bound(action.layer, action.micro_batch).backward_weight(rest)
         self.alternation.in_order()  # before `rest` is freed
@@ -254,8 +256,8 @@ class MicroBatches:
         name, number = action.layer, action.micro_batch
         dx = 1.0 if name == self._last_layer else self._take("B", action)
         rest = None
-        if (number, name) in self._saved:
-            layer, saved = self._bound(name, number), self._saved.pop((number, name))
+        if (number, name) in self.saved:
+            layer, saved = self._bound(name, number), self.saved.pop((number, name))
             if self.storage.columns:
                 self.alternation.in_order()
                 saved = self._track(self.storage.take(saved))

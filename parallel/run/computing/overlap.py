@@ -18,17 +18,19 @@ class Overlap:
     ----------
     is_reference : bool
         Whether the current step runs without overlap.
+    num_steps : int
+        How many steps have begun.
     """
 
     def __init__(self) -> None:
         self.is_reference = False
-        self._num_steps = 0
+        self.num_steps = 0
         self._seconds: dict[bool, list[float]] = {True: [], False: [0.0]}  # 0.0: before any step
 
     def begin(self) -> None:
         """Begin a step.  The second step is the first reference: the first step makes programs."""
-        self.is_reference = self._num_steps % PERIOD == 1
-        self._num_steps += 1
+        self.is_reference = self.num_steps % PERIOD == 1
+        self.num_steps += 1
         self._seconds[self.is_reference].append(0.0)
 
     def add(self, seconds: float) -> None:

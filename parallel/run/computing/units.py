@@ -29,6 +29,8 @@ class Units:
     ----------
     secondary : dict of str to array
         The parts of gathered units that this rank keeps for backward.
+    reducing : list of str
+        The units whose full gradients `wait` frees.
     """
 
     def __init__(self, arrays: RankArrays, masters: Mapping[str, Array], overlap: Overlap) -> None:
@@ -36,7 +38,7 @@ class Units:
         self.secondary: dict[str, Array] = {}
         self._gathers: dict[str, Completion] = {}  # of units that are not complete yet
         self._pending: list[tuple[str, Completion]] = []  # sums of buckets, and gathers of updates
-        self._reducing: list[str] = []  # units whose full gradients `wait` frees
+        self.reducing: list[str] = []
 
     # Parameters
 
@@ -107,7 +109,7 @@ class Units:
             done = self._started(start(arrays, bucket, gradient, action.axes))
         self._pending.append((bucket, done))
         if action.is_of_sharding(view) and "gradients" in view.sharding_of(bucket).divided:
-            self._reducing.append(bucket)
+            self.reducing.append(bucket)
 
     def _gradient_of(self, action: Reduce) -> Array:
         arrays, bucket = self.arrays, action.part
@@ -128,8 +130,8 @@ class Units:
             if callable(rest):
                 self._pending.append((label, rest))
         arrays = self.arrays
-        while self._reducing:
-            unit = self._reducing.pop()
+        while self.reducing:
+            unit = self.reducing.pop()
             full = arrays.full_gradients.pop(unit)
             arrays.gradients[unit] += full[arrays.view.shard_slice(unit)]
             self.secondary.pop(unit, None)

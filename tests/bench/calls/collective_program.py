@@ -22,7 +22,7 @@ from bench.workloads.collective import JOINS, SPLITS
 from collectives import algorithms
 from collectives.arrays import kernels
 from collectives.arrays.backends import NumpyBackend
-from tests.fake_device import BACKEND
+from tests.fakes.device import BACKEND
 
 FEW = ["-n", "2", "-w", "1"]
 
@@ -70,7 +70,7 @@ def measure_late(folder: Path) -> int:
     """With a rank that makes no calls where the other begins to take samples."""
     world = MPI.COMM_WORLD
     if world.rank == 1:
-        interleaved._block = lambda *_: (world.Barrier(), time.sleep(60))
+        interleaved.block_of_calls = lambda *_: (world.Barrier(), time.sleep(60))
     return main(["all_reduce", "-b", "8", "-e", "8", *FEW, "-T", "2"])
 
 

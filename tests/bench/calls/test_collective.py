@@ -40,7 +40,7 @@ def uneven(right):
     return {name: json.loads((right / f"{name} uneven.json").read_text()) for name in names}
 
 
-def test_every_collective_beside_mpi(right):
+def test_every_collective_is_measured_beside_mpi(right):
     for collective in algorithms.collectives():
         result = json.loads((right / f"{collective}.json").read_text())
         assert result["ranks"] == 2 and result["wrong"] == 0
@@ -53,7 +53,7 @@ def test_every_collective_beside_mpi(right):
             assert form["fastest"] <= form["mean"] <= form["slowest"] == form["seconds"]
 
 
-def test_uneven_blocks_beside_mpi(uneven):
+def test_uneven_blocks_are_measured_beside_mpi(uneven):
     for collective, result in uneven.items():
         num_bytes = 24 if collective == "all_to_all" else 280000  # 12 / 2 elements, and 70000
         assert {row["size"] for row in result["rows"]} == {num_bytes} and result["wrong"] == 0
@@ -61,7 +61,7 @@ def test_uneven_blocks_beside_mpi(uneven):
 
 
 @pytest.mark.timeout(220)
-def test_every_collective_on_a_device(tmp_path):
+def test_every_collective_on_a_device_is_measured(tmp_path):
     job = run(tmp_path, "device", timeout=200)
     assert job.returncode == 0, job.stdout + job.stderr
     for collective in set(algorithms.collectives()) - {"barrier"}:
@@ -102,7 +102,7 @@ def test_a_call_that_comes_too_late_fails_with_the_error_of_the_library(tmp_path
     assert re.search(r"bench: .* rank 1.*", job.stderr), job.stdout + job.stderr
 
 
-def test_messages_between_two_ranks_beside_mpi4py(right):
+def test_messages_between_two_ranks_are_measured_beside_mpi4py(right):
     result = json.loads((right / "links.json").read_text())
     assert [link["bytes"] for link in result["links"]] == [8, 65536] and result["ranks"] == 2
     for link in result["links"]:
@@ -114,7 +114,7 @@ def test_messages_between_two_ranks_beside_mpi4py(right):
             assert found["bidirectional_bytes_per_second"] > 0
 
 
-def test_it_starts_its_own_ranks_and_measures_all_collectives_that_have_an_algorithm():
+def test_the_command_starts_its_own_ranks_and_measures_all_collectives_that_have_an_algorithm():
     options = ["-g", "2", "--algorithm", "ring,dissemination", "-r", "all", "--csv", "-m", "3"]
     sizes = ["-b", "64", "-e", "128", "-i", "64", "-n", "2", "-w", "0"]
     job = subprocess.run(
@@ -134,7 +134,7 @@ def test_it_starts_its_own_ranks_and_measures_all_collectives_that_have_an_algor
     assert of_all_gather == ["64", "64", "128", "128"]  # in both forms
 
 
-def test_under_mpirun_it_starts_no_ranks_of_its_own(monkeypatch, capsys):
+def test_under_mpirun_the_command_starts_no_ranks_of_its_own(monkeypatch, capsys):
     monkeypatch.setenv("PMI_RANK", "0")
     with pytest.raises(SystemExit, match="2"):
         main(["all_reduce", "-g", "2"])
@@ -142,7 +142,7 @@ def test_under_mpirun_it_starts_no_ranks_of_its_own(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_its_ranks_are_told_of_a_terminal(is_terminal, monkeypatch):
+def test_ranks_are_told_of_a_terminal(is_terminal, monkeypatch):
     def launch(size: int, command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, int("--live" in command))
 

@@ -13,7 +13,7 @@ from collectives.selection import explain
 from collectives.selection.decisions import Decisions, Measured, Ranks, Row
 from collectives.selection.machine_file import Fitted
 from tests.bench.choosing.test_machine import MACHINE
-from tests.pages import blocks
+from tests.docs.pages import blocks
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "choosing.md"

@@ -7,8 +7,8 @@ import sys
 from bench.__main__ import main
 from bench.choosing import algorithms
 from bench.commands import world
-from tests.fake_device import BACKEND
-from tests.fake_driver import gpu
+from tests.fakes.device import BACKEND
+from tests.fakes.driver import gpu
 
 if __name__ == "__main__":
     world.backend = lambda comm, device: {"cuda": BACKEND}[device]

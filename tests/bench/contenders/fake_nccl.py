@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from tests.fake_driver import Mark, gpu
+from tests.fakes.driver import Mark, gpu
 
 FLOAT32, SUM = 7, 0
 

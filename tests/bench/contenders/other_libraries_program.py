@@ -20,8 +20,8 @@ from bench.contenders.contender import WORKS
 from bench.timing import copy_rate, deadline
 from tests.bench.contenders import fake_nccl
 from tests.bench.contenders.fake_nccl import FakeNccl, with_communicator
-from tests.fake_device import BACKEND, FakeDeviceArray
-from tests.fake_driver import gpu
+from tests.fakes.device import BACKEND, FakeDeviceArray
+from tests.fakes.driver import gpu
 
 LIBRARIES: dict[str, Callable[[], FakeNccl]] = {
     "right": FakeNccl,
@@ -42,12 +42,12 @@ def measure(path: Path, *words: str) -> int:
 
 def let_mpi_see_arrays() -> None:
     """As an MPI would that takes arrays of the fake GPU."""
-    described = mpi._described
+    described = mpi.described
 
     def seen(case: Any, x: Any, counts: Any) -> Any:
-        return described(case, x._memory if isinstance(x, FakeDeviceArray) else x, counts)
+        return described(case, x.memory if isinstance(x, FakeDeviceArray) else x, counts)
 
-    mpi._described = seen
+    mpi.described = seen
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def wrong(found: Found, name: str) -> dict[int, set[int]]:
 ALL_RIGHT = {1024: {0}, 65536: {0}}
 
 
-def test_others_are_measured_and_checked_beside_ours(folder: Path) -> None:
+def test_other_libraries_are_measured_and_checked_beside_ours(folder: Path) -> None:
     found = read(folder, "right")
     for name in ("call", NCCL, THROUGH_HOST):
         assert wrong(found, name) == ALL_RIGHT
@@ -110,7 +110,7 @@ def test_wrong_results_of_another_library_are_counted(folder: Path) -> None:
         ("hanging", LATE),
     ],
 )
-def test_who_fails_is_left_out_from_then_on_and_the_run_goes_on(
+def test_a_library_that_fails_is_left_out_from_then_on_and_the_run_goes_on(
     folder: Path, fault: str, why: str
 ) -> None:
     found = read(folder, fault)

@@ -16,7 +16,7 @@ def equality(ours: list[float], dtype: str = "float64") -> bool:
     return checks.equality(dtype, ours, LOSSES, steps=3).is_good
 
 
-def test_equal_losses():
+def test_equal_losses_pass():
     assert equality(LOSSES)
     assert equality([5.5, 4.0 * (1 + 1e-10), 3.0])
     assert equality([5.5, 4.0 * (1 + 1e-6), 3.0], "float32")

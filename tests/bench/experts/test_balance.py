@@ -153,7 +153,7 @@ def test_what_cannot_be_trained_is_refused(
     assert said in capsys.readouterr().err
 
 
-def test_schemes_are_all_gates() -> None:
+def test_every_gate_is_among_the_schemes() -> None:
     """Every gate by its name has a run, and what it is compared with is one of them."""
     names = {each.name.partition(",")[0] for each in SCHEMES}
     assert names == {"none", *GATES}

@@ -10,7 +10,7 @@ import pytest
 import collectives
 from bench.gpu import __main__ as gpu
 from bench.gpu import mps
-from bench.gpu.__main__ import Step
+from bench.gpu.__main__ import Limits, Step
 from bench.provenance import provenance
 from bench.training.strategies import KINDS
 from collectives.launch.mpirun import MpiNotFound
@@ -20,11 +20,7 @@ from parallel import train
 from parallel.options import device_namespace
 from tests.bench.parsing import parsed
 
-
-@pytest.fixture(autouse=True)
-def facts(monkeypatch):
-    found = provenance() | {"gpu": "a GPU", "cupy": "1.0"}
-    monkeypatch.setattr(gpu, "facts", lambda: {"provenance": found})
+MACHINE = {"provenance": provenance() | {"gpu": "a GPU", "cupy": "1.0"}}
 
 
 def test_a_module_that_is_missing_is_named(tmp_path, monkeypatch, capsys):
@@ -58,13 +54,11 @@ def test_a_driver_without_a_gpu_is_an_error_of_the_same_kind(monkeypatch):
         collectives.run(lambda comm: device_namespace("cuda", comm), 1)
 
 
-def test_what_fails_does_not_keep_the_others_from_running(tmp_path, monkeypatch, capsys):
+def test_what_fails_does_not_keep_the_others_from_running(tmp_path, capsys):
     programs = {"good": "print('served')", "bad one": "1 / 0", "late": "import time; time.sleep(9)"}
     made = [Step(name, ["-c", code]) for name, code in programs.items()]
-    monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
-    monkeypatch.setattr(gpu, "steps", lambda no_mpi: [*made, Step("last", ["-c", ""])])
-    monkeypatch.setattr(gpu, "LIMIT", 2)
-    assert gpu.COMMAND.main(["--out", str(tmp_path)]) == 1
+    made.append(Step("last", ["-c", ""]))
+    assert gpu.run_steps(made, tmp_path, MACHINE, limits=Limits(of_one=2)) == 1
     assert (tmp_path / "good.txt").read_text() == "served\n"
     assert "ZeroDivisionError" in (tmp_path / "bad_one.txt").read_text()
     summary = (tmp_path / "summary.txt").read_text()
@@ -75,19 +69,16 @@ def test_what_fails_does_not_keep_the_others_from_running(tmp_path, monkeypatch,
     assert summary in capsys.readouterr().out
 
 
-def test_when_the_time_is_up_the_rest_is_not_run(tmp_path, monkeypatch):
+def test_when_the_time_is_up_the_rest_is_not_run(tmp_path):
     made = [Step("slow", ["-c", "import time; time.sleep(60)"]), Step("last", ["-c", "print(1)"])]
-    monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
-    monkeypatch.setattr(gpu, "steps", lambda no_mpi: made)
-    monkeypatch.setattr(gpu, "BUDGET", 1.5)
-    assert gpu.COMMAND.main(["--out", str(tmp_path)]) == 1
+    assert gpu.run_steps(made, tmp_path, MACHINE, limits=Limits(of_all=1.5)) == 1
     lines = (tmp_path / "summary.txt").read_text().splitlines()
     assert lines[0].startswith("failed: not done after 1 s: slow, ")
     assert lines[1] == "failed: no time was left: last, 0 s"
     assert (tmp_path / "last.txt").read_text() == ""
 
 
-def test_tests_run_at_the_same_time(tmp_path, monkeypatch):
+def test_tests_run_at_the_same_time(tmp_path):
     """Each waits for a file that the other makes."""
     code = """if True:
         import pathlib, sys, time
@@ -98,8 +89,7 @@ def test_tests_run_at_the_same_time(tmp_path, monkeypatch):
     """
     both = [str(tmp_path / name) for name in ("a", "b")]
     made = [Step(f"tests {k}", ["-c", code, *both[::step]]) for k, step in enumerate((1, -1))]
-    monkeypatch.setattr(gpu, "LIMIT", 30)
-    lines = gpu.all_ended([Step("last", ["-c", ""]), *made], tmp_path)
+    lines = gpu.all_ended([Step("last", ["-c", ""]), *made], tmp_path, Limits(of_one=30))
     assert [line.split(",")[0] for line in lines] == ["ok: tests 0", "ok: tests 1", "ok: last"]
 
 
@@ -109,11 +99,14 @@ def test_all_steps_end_in_nine_minutes():
 
 
 def test_where_all_is_well_the_status_is_zero_and_the_rest_can_be_left_out(tmp_path, monkeypatch):
+    both = [Step("good", ["-c", ""]), Step("bad", ["-c", "!"])]
     monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
-    monkeypatch.setattr(
-        gpu, "steps", lambda no_mpi: [Step("good", ["-c", ""]), Step("bad", ["-c", "!"])]
-    )
-    assert gpu.COMMAND.main(["--out", str(tmp_path), "--only", "go"]) == 0
+    monkeypatch.setattr(gpu, "facts", lambda: MACHINE)
+    monkeypatch.setattr(gpu, "steps", lambda no_mpi: both)
+    folder = tmp_path / "out"
+    assert gpu.COMMAND.main(["--out", str(folder), "--only", "go"]) == 0
+    assert [path.name for path in folder.glob("[gb]*.txt")] == ["good.txt"]
+    assert gpu.COMMAND.main(["--out", str(folder)]) == 1
 
 
 def test_without_an_mpi_it_says_what_is_left_out(tmp_path, monkeypatch, capsys):
@@ -121,29 +114,27 @@ def test_without_an_mpi_it_says_what_is_left_out(tmp_path, monkeypatch, capsys):
         raise MpiNotFound("mpi4py finds no MPI library")
 
     monkeypatch.setattr("collectives.launch.mpirun.find_mpirun", find_mpirun)
-    monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
-    monkeypatch.setattr(gpu, "ended", lambda step, folder, seconds: f"ok: {step.command[1]}")
-    assert gpu.COMMAND.main(["--out", str(tmp_path)]) == 0
+    why = gpu.no_mpi()
+    words = [word for step in gpu.steps(why) for word in step.command]
+    assert "collectives.launch" not in words and "parallel.train" in words
+    assert gpu.run_steps([], tmp_path, MACHINE, why) == 0
     said = capsys.readouterr().out
     assert "there is no MPI: what takes mpirun.  mpi4py finds no MPI library" in said
-    assert "collectives.launch" not in said and "parallel.train" in said
 
 
-def test_its_numbers_become_tables_of_the_documents(tmp_path, monkeypatch):
+SMALL = "-b 1K -e 1K -w 0 -n 1 -m 1 --algorithm all --call"
+
+
+def on_the_host(step):
+    """The same step without a GPU, with one size of arrays."""
+    words = " ".join(step.command).replace(gpu.SIZES, SMALL).replace("cuda", "cpu")
+    return Step(step.name, words.split(), step.json)
+
+
+def test_the_numbers_become_tables_of_the_documents(tmp_path):
     """Steps run on the host here; a run without an MPI has no numbers of collectives."""
-    monkeypatch.setattr(gpu, "why_unavailable", lambda: None)
-    monkeypatch.setattr(gpu, "SIZES", "-b 1K -e 1K -w 0 -n 1 -m 1 --algorithm all --call")
-    all_steps = [
-        Step(step.name, ["cpu" if word == "cuda" else word for word in step.command], step.json)
-        for step in gpu.steps(None)
-    ]
-    monkeypatch.setattr(gpu, "steps", lambda no_mpi: all_steps)
-    assert (
-        gpu.COMMAND.main(
-            ["--out", str(tmp_path), "--only", "collectives", "--only", "train tensor"]
-        )
-        == 0
-    )
+    some = gpu.chosen(gpu.steps(None), ["collectives", "train tensor"])
+    assert gpu.run_steps([*map(on_the_host, some)], tmp_path, MACHINE) == 0
     lines = measured.gpu_section(str(tmp_path / "gpu.json")).splitlines()
     assert lines[0] == measured.NOT_BESIDE
     assert lines[2].startswith("| collective | 1 KiB: best | call |")
@@ -152,8 +143,8 @@ def test_its_numbers_become_tables_of_the_documents(tmp_path, monkeypatch):
     (cells,) = [line.split(" | ") for line in lines if line.startswith("| tensor")]
     assert cells[1] == cells[2] and float(cells[4]) < float(cells[3])
     assert "CuPy 1.0, one a GPU for 2 ranks and " in lines[-1]
-    monkeypatch.setattr(gpu, "steps", lambda no_mpi: [Step("collectives", ["-c", "1 / 0"], "-J")])
-    assert gpu.COMMAND.main(["--out", str(tmp_path)]) == 1  # what another run wrote does not count
+    failing = [Step("collectives", ["-c", "1 / 0"], "-J")]
+    assert gpu.run_steps(failing, tmp_path, MACHINE) == 1  # what another run wrote does not count
     with pytest.raises(argparse.ArgumentTypeError, match="was not written by make gpu"):
         measured.gpu_section(str(tmp_path / "gpu.json"))
 

@@ -23,11 +23,11 @@ def overlap(at_once: float, *, progress: str | None = None, slices: int = 1) -> 
 @pytest.mark.parametrize(
     ("at_once", "hidden"), [(9.0, 0.0), (6.0, 0.75), (5.0, 1.0), (10.0, -0.25)]
 )
-def test_hidden_is_what_was_saved(at_once, hidden):
+def test_the_time_that_was_saved_is_hidden(at_once, hidden):
     assert overlap(at_once).hidden == hidden
 
 
-def test_who_lets_it_go_on():
+def test_a_way_says_who_lets_the_call_go_on():
     ways = [overlap(9.0, progress=p, slices=s) for p in (None, "thread") for s in (1, 16)]
     assert [(way.who, way.what) for way in ways] == [
         ("nobody", "product, one piece"),
@@ -64,7 +64,7 @@ def test_every_way_is_measured(tmp_path, beside):
 
 
 @pytest.mark.parametrize("kind", KINDS.values())
-def test_slices_are_all_of_it(kind):
+def test_slices_make_up_the_whole_of_the_work(kind):
     done: list[int] = []
     other = kind(64)
     if kind.name == "product":
@@ -75,7 +75,7 @@ def test_slices_are_all_of_it(kind):
         assert (other.out == 64).all()
 
 
-def test_another_kind_is_refused(capsys):
+def test_an_unknown_kind_of_work_is_refused(capsys):
     with pytest.raises(SystemExit) as stop:
         main(["overlap", "--beside", "lunch"])
     assert stop.value.code == 2 and "invalid choice" in capsys.readouterr().err

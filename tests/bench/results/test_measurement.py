@@ -32,7 +32,7 @@ def made(ranks, algorithm="ring", *, average=3, wrong=0, noise=0.0, name="plan")
     ("collective", "wanted"),
     [("all_reduce", 1.5), ("all_gather", 0.75), ("scatter", 0.75), ("broadcast", 1), ("reduce", 1)],
 )
-def test_bus_factor(collective, wanted):
+def test_the_bus_factor_is_that_of_nccl_tests(collective, wanted):
     assert bus_factor(collective, 4) == wanted
 
 

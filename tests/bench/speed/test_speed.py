@@ -162,7 +162,7 @@ def test_what_needs_more_cores_is_told_and_not_judged():
     assert found(wanted, timed(native=1.0, plan=9.0), cores=4).is_met is False
 
 
-def test_the_summary_counts():
+def test_the_summary_counts_goals_that_are_met_missed_and_not_judged():
     met = found(goal(FASTER, BESIDE_MPI, 1), timed(native=1.0, plan=1.0))
     missed = found(goal(FASTER, BESIDE_MPI, 1), timed(native=1.0, plan=2.0))
     unknown = found(goal(FASTER, BESIDE_MPI, 1), pair="lost")
@@ -199,12 +199,12 @@ def test_the_summary_counts():
         (WITH_GLOO, "all_reduce", PLAN, {"at least 50x faster", "at least 4x faster"}),
     ],
 )
-def test_what_is_demanded(job, collective, ours, targets):
+def test_goals_demand_what_the_documents_say(job, collective, ours, targets):
     mine = [each for each in GOALS if (each.job, each.collective) == (job, collective)]
     assert {goals.target(each) for each in mine if each.contenders[0] == ours} == targets
 
 
-def test_where_it_is_demanded():
+def test_goals_span_the_sizes_that_the_documents_say():
     spans = {
         (each.collective, each.contenders[0], goals.target(each)): (each.sizes[0], each.sizes[-1])
         for each in GOALS
@@ -251,7 +251,7 @@ def test_of_two_timings_the_less_disturbed_counts_but_every_wrong_element():
 # What limits it
 
 
-def test_the_bytes_that_an_all_reduce_moves():
+def test_an_all_reduce_is_limited_by_the_bytes_that_it_moves():
     n = 1000
     ring = Limit(2, timed(n, memcpy=1e-6, plan=2e-6, call=3e-6))
     assert ring.bandwidth == pytest.approx(4e9)  # 2 ranks that read and write n each
@@ -264,7 +264,7 @@ def test_the_bytes_that_an_all_reduce_moves():
 # What is shown
 
 
-def test_a_line_of_the_medians():
+def test_tables_show_medians_and_their_ratios():
     case = timed(native=4e-6, plan=2e-6, call=5e-6)
     assert tables.beside_native(case) == pytest.approx([4.0, 2.0, 2.0, 5.0, 0.8])
     assert tables.above_plan(case) == pytest.approx([3.0, 150.0])
@@ -305,7 +305,7 @@ def test_an_overlap_becomes_a_case():
     assert HIDDEN.value(times[OVERLAP, "sleep", HUGE], AT_ONCE, IN_TURN, ALONE) == 0.75
 
 
-def test_medians_over_jobs():
+def test_medians_are_over_jobs():
     found = [{"first": 3.0}, {"first": 1.0}, {"first": 2.0}]
     assert first_call.medians(found) == {"first": 2.0}
 
@@ -365,7 +365,7 @@ def test_without_mpi_what_to_install_is_said(monkeypatch, capsys):
     assert capsys.readouterr().err == "python -m bench speed: pip install one\n"
 
 
-def test_a_quick_run_of_everything(tmp_path, monkeypatch, capfd):
+def test_a_quick_run_measures_everything(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(command, "find_spec", lambda name: None)  # PyTorch takes long to import
     path = tmp_path / "speed.json"
     assert main(["speed", "--quick", "--timeout", "100", "--json", str(path)]) == 0
@@ -383,7 +383,7 @@ def test_a_quick_run_of_everything(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("job", [PAIR, CROWD, WAYS, MPI4PY])
-def test_wrong_elements_fail(tmp_path, job):
+def test_wrong_elements_fail_the_command(tmp_path, job):
     command = [str(PROGRAM), str(tmp_path), "swept", job]
     env = {"PYTHONPATH": str(ROOT)}
     done = launch(RANKS[job], command, env=env, timeout=100, capture=True)

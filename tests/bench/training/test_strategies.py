@@ -28,7 +28,7 @@ TEXT = argparse.__file__
 # Words
 
 
-def test_numbers():
+def test_numbers_are_read_from_text():
     assert numbers("4") == (4,)
     assert numbers("1,2,8") == (1, 2, 8)
     with pytest.raises(argparse.ArgumentTypeError, match="'x' is not a whole number"):
@@ -149,7 +149,7 @@ def result(**changes):
     return made | changes
 
 
-def test_costs_of_a_rank():
+def test_costs_are_of_one_rank_in_one_step():
     """4400 bytes in steps: 220 of a rank in a step, over 400; 1600 bytes kept: 400, over 1600."""
     assert costs(result()) == (220 / 400, 110 / 400, 400 / 1600, 700 / 1600, 300.0)
 
@@ -218,7 +218,7 @@ def test_distance_is_relative_and_the_largest():
         (losses(5.0), losses(math.nan)),
     ],
 )
-def test_what_cannot_be_compared_is_never_near(ours, serial):
+def test_losses_that_cannot_be_compared_are_never_near(ours, serial):
     found = distance(ours, serial)
     assert math.isnan(found) and not found <= 1e9
 
@@ -301,7 +301,7 @@ def test_in_float32_losses_may_be_further_apart():
     assert compare(found, *ONLY)[0]
 
 
-def test_those_that_round_what_they_send_are_not_compared():
+def test_strategies_that_round_what_they_send_are_not_compared():
     _, jobs = compare(alike, "--only", "ddp, int8 hook")
     assert [name for name, *_ in jobs.ran] == [
         "ddp, int8 hook float16 on 3",
@@ -364,7 +364,7 @@ def run_of(tmp_path):
     return run_of
 
 
-def test_one_small_run(run_of, capsys):
+def test_a_small_run_has_the_costs_of_a_ring(run_of, capsys):
     """By ring among four ranks in pairs; 16 bytes of loss to the own pair, and to the other one."""
     found, cost = run_of("ddp", 4)
     said = capsys.readouterr().out

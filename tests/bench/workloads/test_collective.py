@@ -12,7 +12,7 @@ import collectives
 from bench.workloads import collective as bench_case
 from bench.workloads.collective import Case, Check, in_place, out_of_place
 from collectives.arrays.backends import HOST
-from tests.fake_device import BACKEND, FakeDeviceArray, on_host
+from tests.fakes.device import BACKEND, FakeDeviceArray, on_host
 
 SIZE = 3
 COLLECTIVES = [name for name in collectives.algorithms.collectives() if name != "barrier"]
@@ -94,5 +94,5 @@ def test_a_result_that_never_came_is_wrong():
     assert check.num_wrong(buffers.y) == 60
 
 
-def test_two_byte_floats():
+def test_right_results_of_two_byte_floats_pass():
     assert wrong_after("all_reduce", out_of_place, ml_dtypes.bfloat16) == [0] * SIZE

@@ -16,7 +16,7 @@ def same(results, wanted):
     return [None if r is None else r.tolist() for r in results] == wanted
 
 
-def test_collectives_that_move():
+def test_collectives_that_move_give_the_blocks_of_the_others():
     assert same(expected("broadcast", [A, B], root=1), [[10, 20, 30]] * 2)
     assert same(expected("scatter", [A, B], root=1), [[10, 20], [30]])
     assert same(expected("gather", [A, B], root=1), [None, [1, 2, 3, 10, 20, 30]])
@@ -24,13 +24,13 @@ def test_collectives_that_move():
     assert same(expected("all_to_all", [A, B]), [[1, 2, 10, 20], [3, 30]])
 
 
-def test_collectives_that_reduce():
+def test_collectives_that_reduce_give_sums():
     assert same(expected("reduce", [A, B], root=1), [None, [11, 22, 33]])
     assert same(expected("all_reduce", [A, B]), [[11, 22, 33]] * 2)
     assert same(expected("reduce_scatter", [A, B]), [[11, 22], [33]])
 
 
-def test_prefixes():
+def test_scans_give_sums_of_the_ranks_before():
     assert same(expected("scan", [A, B, A]), [[1, 2, 3], [11, 22, 33], [12, 24, 36]])
     assert same(expected("exscan", [A, B, A]), [None, [1, 2, 3], [11, 22, 33]])
 
@@ -41,7 +41,7 @@ def test_an_operator_that_is_a_function_is_applied_in_rank_order():
     assert same(results, [[3], [35], [357]])
 
 
-def test_counts():
+def test_counts_divide_the_result():
     assert same(expected("scatter", [A, B], counts=[0, 3]), [[], [1, 2, 3]])
     assert same(expected("reduce_scatter", [A, B], counts=[1, 2]), [[11], [22, 33]])
     table = [[1, 2], [3, 0]]
@@ -54,7 +54,7 @@ def test_counts():
     ("op", "wanted"),
     [("sum", 9), ("prod", 18), ("min", 3), ("max", 6), ("and", 2), ("or", 7), ("xor", 5)],
 )
-def test_operators(op, wanted):
+def test_every_operator_is_applied(op, wanted):
     inputs = [np.array([6]), np.array([3])]
     assert same(expected("all_reduce", inputs, op=op), [[wanted]] * 2)
 
@@ -66,7 +66,7 @@ def test_average_keeps_the_dtype(dtype):
     assert result.tolist() == [3.5]
 
 
-def test_rows_and_single_numbers():
+def test_rows_and_single_numbers_are_served():
     rows = np.arange(6).reshape(3, 2)
     assert same(expected("scatter", [rows, rows]), [[[0, 1], [2, 3]], [[4, 5]]])
     assert same(expected("all_gather", [np.array(1.0), np.array(2.0)]), [[1.0, 2.0]] * 2)

@@ -12,7 +12,7 @@ from bench.workloads.sizes import memory, parse, series, text, whole_blocks
 @pytest.mark.parametrize(
     ("text", "wanted"), [("8", 8), ("64K", 65536), ("64k", 65536), ("3M", 3 << 20), ("1G", 1 << 30)]
 )
-def test_parse(text, wanted):
+def test_sizes_are_read_from_text(text, wanted):
     assert parse(text) == wanted
 
 
@@ -34,7 +34,7 @@ def test_more_than_there_is_memory_is_refused():
     ("size", "wanted"),
     [(8, "8 B"), (0, "0 B"), (1000, "1000 B"), (1536 << 10, "1536 KiB"), (64 << 20, "64 MiB")],
 )
-def test_sizes_as_text(size, wanted):
+def test_sizes_are_written_as_text(size, wanted):
     assert text(size) == wanted
 
 
