@@ -61,8 +61,8 @@ def byte_hops(collective: str, name: str, size: int) -> Fraction:
 @pytest.mark.parametrize(("size", "share"), [(64, 0.703), (256, 0.694), (1024, 0.689)])
 def test_bine_trees_need_two_thirds_of_the_hops_of_binomial_trees(size: int, share: float) -> None:
     for collective in ("broadcast", "reduce"):
-        found = hops(collective, "bine", size) / hops(collective, "binomial", size)
-        assert round(found, 3) == share
+        ratio = hops(collective, "bine", size) / hops(collective, "binomial", size)
+        assert round(ratio, 3) == share
 
 
 @pytest.mark.parametrize(("collective", "bine", "binomial"), COUNTERPARTS)
@@ -75,8 +75,10 @@ def test_bytes_go_a_third_less_far(collective: str, bine: str, binomial: str) ->
 @pytest.mark.parametrize(("collective", "bine", "binomial"), COUNTERPARTS)
 def test_bine_trees_change_distances_only(collective: str, bine: str, binomial: str) -> None:
     for cost in ("rounds", "startups", "messages", "max_bytes_per_rank", "total_bytes"):
-        found, other = (getattr(algorithms.info(collective, n), cost) for n in (bine, binomial))
-        assert found(p=64, n=64) == other(p=64, n=64)
+        of_bine, of_binomial = (
+            getattr(algorithms.info(collective, n), cost) for n in (bine, binomial)
+        )
+        assert of_bine(p=64, n=64) == of_binomial(p=64, n=64)
 
 
 def test_roots_that_stand_elsewhere_are_further_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,8 +159,8 @@ def test_partners_in_a_butterfly_are_each_others() -> None:
 def test_tripling_sends_both_ways_at_distances_that_triple(size: int) -> None:
     sent = list(messages("all_reduce", "tripling", size))
     for rank in range(size):
-        found = [(m.number, m.distance) for m in sent if m.source == rank]
-        assert sorted(found) == [
+        arrows = [(m.number, m.distance) for m in sent if m.source == rank]
+        assert sorted(arrows) == [
             (number, sign * 3**number)
             for number in range(max(m.number for m in sent) + 1)
             for sign in (-1, 1)

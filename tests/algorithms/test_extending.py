@@ -415,11 +415,11 @@ def test_a_refused_registration_leaves_the_earlier_one() -> None:
 
 
 def test_the_generation_grows_with_every_registration() -> None:
-    found = [generation()]
+    generations = [generation()]
     for _ in range(3):
         register_line()
-        found.append(generation())
-    assert found == sorted(set(found))
+        generations.append(generation())
+    assert generations == sorted(set(generations))
 
 
 def test_measured_decisions_name_the_algorithm_that_was_registered_last() -> None:
@@ -479,7 +479,7 @@ def test_an_algorithm_that_knows_hosts_gets_those_of_the_communicator() -> None:
         return whole and whole.host_matrix().tolist()
 
     # Each of two other hosts sends its sum to the first one, and gets the result.
-    found = collectives.run(sent, 6, topology=Topology("abbacc"))[0]
-    assert found[0][1:] == [24, 24] and [row[0] for row in found[1:]] == [24, 24]
-    assert found[1][2] == found[2][1] == 0
+    between_hosts = collectives.run(sent, 6, topology=Topology("abbacc"))[0]
+    assert between_hosts[0][1:] == [24, 24] and [row[0] for row in between_hosts[1:]] == [24, 24]
+    assert between_hosts[1][2] == between_hosts[2][1] == 0
     assert collectives.run(sent, 6)[0] == [[10 * 24]]

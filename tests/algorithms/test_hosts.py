@@ -52,7 +52,7 @@ def test_costs_are_as_counted_on_all_hosts(
         n = 5040 * hosts.size
         sizes = even_sizes(collective, entry.case(hosts.size, per_host=hosts), n)
         roots = range(hosts.size) if SPECS[collective].is_rooted else [None]
-        found = [
+        all_counts = [
             count(
                 [
                     entry.schedule(rank, hosts.size, root, per_host=hosts)
@@ -62,9 +62,9 @@ def test_costs_are_as_counted_on_all_hosts(
             )
             for root in roots
         ]
-        for cost in found[0]._fields:
+        for cost in all_counts[0]._fields:
             stated = getattr(entry, cost)(hosts.size, n, per_host=hosts)
-            assert stated == max(getattr(counts, cost) for counts in found), cost
+            assert stated == max(getattr(counts, cost) for counts in all_counts), cost
 
 
 def off_host(collective: str, name: str, hosts: Topology) -> list[Fraction]:
@@ -131,9 +131,9 @@ def test_flat_algorithms_load_a_network_adapter_as_known(shape: tuple[int, int])
 def skewed(size: int, seed: int) -> list[list[int]]:
     """Few ranks have nearly everything to send, and few receive it."""
     draw = np.random.default_rng(seed)
-    table = np.outer(draw.pareto(1.0, size), draw.pareto(1.0, size)) * 40
-    found: list[list[int]] = np.minimum(table, 5000).astype(int).tolist()
-    return found
+    uniform = np.outer(draw.pareto(1.0, size), draw.pareto(1.0, size)) * 40
+    table: list[list[int]] = np.minimum(uniform, 5000).astype(int).tolist()
+    return table
 
 
 def imbalance(name: str, hosts: Topology, counts: list[list[int]]) -> int:

@@ -27,8 +27,8 @@ from tests.scenarios.sessions import (
     shards_have_the_same_bits_on_any_ranks,
 )
 
-INVARIANT = [each for each in EVERY if algorithms.info(*each).is_invariant]
-SHARDED = [each for each in INVARIANT if "shards" in algorithms.info(*each).options]
+INVARIANT = [algorithm for algorithm in EVERY if algorithms.info(*algorithm).is_invariant]
+SHARDED = [algorithm for algorithm in INVARIANT if "shards" in algorithms.info(*algorithm).options]
 NAMES = [name for collective, name in INVARIANT if collective == "all_reduce"]
 
 
@@ -161,13 +161,13 @@ def test_every_element_of_a_program_is_the_tree(collective: str, name: str) -> N
         want = [text_of_tree([f"{s}.{i}" for s in range(num_shards)]) for i in range(3)]
         parts = even_counts(3, size)
         starts = [sum(parts[:rank]) for rank in range(size)]
-        for rank, found in enumerate(got):
+        for rank, words in enumerate(got):
             whole = (
                 slice(None)
                 if collective == "all_reduce"
                 else slice(starts[rank], starts[rank] + parts[rank])
             )
-            assert found == want[whole]
+            assert words == want[whole]
 
 
 # The bits
@@ -192,12 +192,12 @@ def test_training_gives_the_same_weights_on_one_to_eight_ranks() -> None:
         mine = np.array_split(np.arange(8), comm.size)[comm.rank]
         for _ in range(5):
             errors = [inputs[shard] @ weights - targets[shard] for shard in mine]
-            each = [inputs[s].T @ error for s, error in zip(mine, errors, strict=True)]
-            weights -= 0.1 * comm.all_reduce(np.stack(each), "avg", shards=8)
+            gradients = [inputs[s].T @ error for s, error in zip(mine, errors, strict=True)]
+            weights -= 0.1 * comm.all_reduce(np.stack(gradients), "avg", shards=8)
         return weights.tobytes()
 
-    found = {weights for size in range(1, 9) for weights in collectives.run(train, size)}
-    assert len(found) == 1
+    all_weights = {weights for size in range(1, 9) for weights in collectives.run(train, size)}
+    assert len(all_weights) == 1
 
 
 def test_device_arrays_have_the_same_bits() -> None:
@@ -259,8 +259,8 @@ def test_large_shards_need_at_most_20_mib_of_scratch(size: int) -> None:
     entry, options = algorithms.info("all_reduce", "invariant"), (("shards", 8),)
     num_elements = 2**26  # 256 MiB in each shard
     number = num_lanes(entry, size, 4 * num_elements, options)
-    found = compile_lanes(entry, 0, size, 0, num_elements, options, "none", number)
-    assert 4 * found.num_scratch * found.num_slots <= 20 * 2**20
+    program = compile_lanes(entry, 0, size, 0, num_elements, options, "none", number)
+    assert 4 * program.num_scratch * program.num_slots <= 20 * 2**20
 
 
 # The call

@@ -51,7 +51,7 @@ def test_every_block_takes_the_way_of_a_binomial_tree() -> None:
             for op in outgoing(operations)
             for block in op.blocks
         }
-        found = {(block, (block - rank) % 16, (block - peer) % 16) for block, rank, peer in hops}
+        ways = {(block, (block - rank) % 16, (block - peer) % 16) for block, rank, peer in hops}
         edges = {(way & (way - 1), way) for way in range(1, 16)}  # without its last binary digit 1
         assert len(hops) == 16 * 15
-        assert found == {(block, *edge) for block in range(16) for edge in edges}
+        assert ways == {(block, *edge) for block in range(16) for edge in edges}

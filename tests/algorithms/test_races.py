@@ -81,8 +81,8 @@ def test_a_program_that_forgets_what_is_being_sent_is_noticed(
     monkeypatch.setattr(
         placement._Compiler, "joined_home", lambda self, blocks, busy: right(self, blocks, ())
     )
-    found = any(races(*step) for step in steps("all_reduce", "recursive_doubling"))
-    assert found
+    has_races = any(races(*step) for step in steps("all_reduce", "recursive_doubling"))
+    assert has_races
 
 
 def test_a_race_is_noticed() -> None:

@@ -152,7 +152,7 @@ def test_an_all_to_all_on_a_torus_sends_along_its_lines_only() -> None:
     for rank, number in product(range(24), range(sum(sizes) - 3)):
         (send, _) = algorithms.schedule("all_to_all", "torus", rank=rank, size=24, x=3, y=2)[number]
         assert send.peer is not None
-        places = [np.unravel_index(each, sizes[::-1]) for each in (rank, send.peer)]
+        places = [np.unravel_index(node, sizes[::-1]) for node in (rank, send.peer)]
         changed = [axis for axis, pair in enumerate(zip(*places, strict=True)) if len({*pair}) > 1]
         assert changed == [2 if number < 2 else 1 if number < 3 else 0]
 

@@ -118,10 +118,10 @@ def test_diff_lists_the_groups_whose_totals_differ() -> None:
             a_step(comm)
             comm.all_gather(np.ones(10, np.uint8), algorithm="ring")
         assert before.diff(before) == {}
-        ((key, found),) = after.diff(before).items()
+        ((key, difference),) = after.diff(before).items()
         assert key == ("", "all_gather")
-        assert found.here == (1, 3, 30) and found.there == (0, 0, 0)
-        assert before.diff(after)[key] == (found.there, found.here)
+        assert difference.here == (1, 3, 30) and difference.there == (0, 0, 0)
+        assert before.diff(after)[key] == (difference.there, difference.here)
         assert set(after.diff(before, by=["algorithm"])) == {("ring",)}
 
     collectives.run(one_rank, size=4)

@@ -26,7 +26,7 @@ def test_the_last_calls_are_known_with_what_became_of_them() -> None:
         assert pair is not None
         pair.barrier()
         calls = comm.last_calls()
-        names = [(each["call"], each["collective"], each["state"]) for each in calls]
+        names = [(call["call"], call["collective"], call["state"]) for call in calls]
         assert names == [
             ("1", "all_reduce", "complete"),
             ("2", "all_gather", "complete"),
@@ -34,7 +34,7 @@ def test_the_last_calls_are_known_with_what_became_of_them() -> None:
             ("[0,1]1", "barrier", "complete"),
         ]
         assert calls[0]["bytes"] == 24 and calls[0]["algorithm"] == "ring"
-        assert [(each["members"], each["ordinal"]) for each in calls[2:]] == [
+        assert [(call["members"], call["ordinal"]) for call in calls[2:]] == [
             ((0, 1), 1),
             ((0, 1), 2),
         ]
@@ -136,7 +136,7 @@ def test_a_time_out_says_for_whom_each_call_under_way_waits() -> None:
         if comm.rank == 3:
             time.sleep(0.4)
         start = partial(Communicator.all_reduce, algorithm="ring", async_op=True)
-        works = [start(each, np.ones(4)) for each in (half, comm)]
+        works = [start(on, np.ones(4)) for on in (half, comm)]
         said = ""
         if comm.rank == 1:
             with pytest.raises(CollectiveTimeout) as error:

@@ -190,7 +190,7 @@ FOREIGN_DUMPS = [
     (waiting_without("members"), "call 0 has no field 'members'"),
     (waiting_without("seconds_ago"), "call 0 has no field 'seconds_ago'"),
 ]
-FOREIGN = FOREIGN_FILES + [(json.dumps(each).encode(), why) for each, why in FOREIGN_DUMPS]
+FOREIGN = FOREIGN_FILES + [(json.dumps(dump).encode(), why) for dump, why in FOREIGN_DUMPS]
 
 
 @pytest.mark.parametrize(("content", "why"), FOREIGN)

@@ -243,9 +243,9 @@ def test_a_gathered_ledger_has_the_rows_of_every_rank() -> None:
             comm.send_recv(np.zeros(3), (comm.rank + 1) % P, (comm.rank - 1) % P)
         return ledger.rows(), ledger.gather()
 
-    found = collectives.run(body, P)
-    whole = found[0][1]
-    assert whole.rows() == [row for rows, _ in found for row in rows]
+    ranks = collectives.run(body, P)
+    whole = ranks[0][1]
+    assert whole.rows() == [row for rows, _ in ranks for row in rows]
     assert [entry.call.src for entry in whole.entries] == sorted(
         entry.call.src for entry in whole.entries
     )
@@ -400,9 +400,9 @@ def test_a_row_has_the_name_of_its_communicator() -> None:
         whole = ledger.gather() or ledger
         return {(row.axis, row.collective) for row in whole.rows()}
 
-    found = collectives.run(sent, 4)[0]
-    assert found >= {("tensor", "all_reduce"), ("data", "all_reduce"), ("", "all_reduce")}
-    assert {axis for axis, collective in found if collective == "split"} == {""}
+    kinds = collectives.run(sent, 4)[0]
+    assert kinds >= {("tensor", "all_reduce"), ("data", "all_reduce"), ("", "all_reduce")}
+    assert {axis for axis, collective in kinds if collective == "split"} == {""}
 
 
 def test_a_call_that_continues_later_keeps_its_phase() -> None:
@@ -417,5 +417,5 @@ def test_a_call_that_continues_later_keeps_its_phase() -> None:
                 works[0].wait()
         return {(row.phase, row.collective) for row in ledger.rows()}
 
-    found = collectives.run(sent, 3, check=True)
-    assert set.union(*found) == {("first", "check"), ("first", "all_reduce")}
+    kinds = collectives.run(sent, 3, check=True)
+    assert set.union(*kinds) == {("first", "check"), ("first", "all_reduce")}

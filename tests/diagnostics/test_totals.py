@@ -42,12 +42,12 @@ def test_totals_are_the_sums_of_the_ledger() -> None:
         num_calls = Counter(
             (entry.phase, entry.call.collective, entry.call.algorithm) for entry in ledger.entries
         )
-        found = totals.summary()
-        assert {kind: sent.calls for kind, sent in found.items()} == num_calls
+        summary = totals.summary()
+        assert {kind: sent.calls for kind, sent in summary.items()} == num_calls
         by_kind = ledger.summary(by=("phase", "collective", "algorithm"))
-        sends = {kind: sent[1:] for kind, sent in found.items() if sent.messages}
+        sends = {kind: sent[1:] for kind, sent in summary.items() if sent.messages}
         assert sends == {kind: sent[1:] for kind, sent in by_kind.items()}
-        assert len(sends) < len(found) or ledger.rank < 3  # the last rank only receives
+        assert len(sends) < len(summary) or ledger.rank < 3  # the last rank only receives
 
 
 def test_a_call_belongs_to_the_phase_that_its_session_names() -> None:

@@ -259,9 +259,9 @@ def _on_views(place: Place, comm: Communicator, job: Job, offset: int, length: i
     result = place.on_device(np.full(length + offset + 9, 9, mine.dtype))
     x, y = whole[offset : offset + len(mine)], result[offset + 2 : offset + 2 + length]
     getattr(comm, job.collective)(x, out=y, algorithm=job.algorithm)
-    found = np.array(place.on_host(result))
-    same(found[offset + 2 :][:length], want, f"{job} at {offset}")
-    around = np.delete(found, slice(offset + 2, offset + 2 + length))
+    written = np.array(place.on_host(result))
+    same(written[offset + 2 :][:length], want, f"{job} at {offset}")
+    around = np.delete(written, slice(offset + 2, offset + 2 + length))
     assert np.all(around == mine.dtype.type(9)), f"{job} at {offset} wrote beside its result"
 
 

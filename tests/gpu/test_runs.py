@@ -23,6 +23,6 @@ ROUNDED = {
 
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_the_host(name: str) -> None:
-    wanted, found = trained(name), trained(name, "--device", "cuda")
-    for one, other in zip(found, wanted, strict=True):
-        assert one.losses == pytest.approx(other.losses, rel=ROUNDED.get(name, CLOSE))
+    on_host, on_device = trained(name), trained(name, "--device", "cuda")
+    for device_run, host_run in zip(on_device, on_host, strict=True):
+        assert device_run.losses == pytest.approx(host_run.losses, rel=ROUNDED.get(name, CLOSE))

@@ -58,7 +58,7 @@ def test_every_element_arrives_where_it_must(collective: str, name: str) -> None
 @pytest.mark.usefixtures("_tiny_segments")
 def test_a_lane_in_the_wrong_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = lanes._part
-    monkeypatch.setattr(lanes, "_part", lambda *each: max(0, right(*each) - 1))
+    monkeypatch.setattr(lanes, "_part", lambda *args: max(0, right(*args) - 1))
     got, want = results("all_reduce", "ring", Layout("all_reduce", 2, 40), 0, False, Words())
     assert [*map(in_any_order, got)] != [*map(in_any_order, want)]
 
@@ -142,9 +142,9 @@ def test_a_ring_needs_at_most_4_mib_of_scratch(
     aliasing: Any = 0 if in_place else "none"
     entry = algorithms.info(collective, name)
     num_lanes = cut(collective, name, size, 4 * num_elements)
-    found = compile_lanes(entry, 1, size, 0, counts, (), aliasing, num_lanes)
+    program = compile_lanes(entry, 1, size, 0, counts, (), aliasing, num_lanes)
     assert num_lanes >= 128
-    assert 4 * found.num_scratch * found.num_slots <= 4 * 2**20
+    assert 4 * program.num_scratch * program.num_slots <= 4 * 2**20
 
 
 @pytest.mark.parametrize("op", ["sum", "avg", "max"])

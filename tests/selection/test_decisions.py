@@ -26,8 +26,8 @@ def row(up_to: int | None, *best: str) -> dict[str, Any]:
     return {"up_to": up_to, "best": list(best)}
 
 
-def read(found: dict[str, Any]) -> Decisions:
-    return Decisions.from_json(json.dumps({"machine": None, "measured": found}))
+def read(tables: dict[str, Any]) -> Decisions:
+    return Decisions.from_json(json.dumps({"machine": None, "measured": tables}))
 
 
 TABLE = [row(100, "bruck( radix = 4 )"), row(2000, "neighbour_exchange", "ring"), row(None, "ring")]
@@ -52,10 +52,10 @@ def changed(place: str, value: Any) -> str:
     """Good decisions with what is at a place replaced, or put there."""
     data: Any = {"machine": None, "measured": {"4": measured(all_gather=deepcopy(TABLE))}}
     *path, last = [int(key) if key.isdigit() and key != "4" else key for key in place.split(".")]
-    found = data
+    parent = data
     for key in path:
-        found = found[key]
-    found[last] = value
+        parent = parent[key]
+    parent[last] = value
     return json.dumps(data)
 
 
@@ -122,17 +122,17 @@ def test_what_was_measured_on_devices_is_apart() -> None:
             "measured_on_devices": {"8": measured(all_gather=devices)},
         }
     )
-    found = Decisions.from_json(text)
-    assert Decisions.from_json(found.to_json()).on_devices == found.on_devices
+    decisions = Decisions.from_json(text)
+    assert Decisions.from_json(decisions.to_json()).on_devices == decisions.on_devices
 
     def chosen(decisions: Decisions | None, *, on_device: bool) -> tuple[str, str]:
         call = "all_gather", None, 4, 2**20, None, decisions
         choice = select.choose(*call, on_device=on_device)
         return choice.label, choice.reason
 
-    assert chosen(found, on_device=False) == ("ring", "table measured on 4 ranks: every size")
+    assert chosen(decisions, on_device=False) == ("ring", "table measured on 4 ranks: every size")
     where = "table measured on devices of 8 ranks, the nearest to 4: every size"
-    assert chosen(found, on_device=True) == ("bruck(radix=4)", where)
+    assert chosen(decisions, on_device=True) == ("bruck(radix=4)", where)
     older = read({"4": host})
     assert older.on_devices == {}
     assert chosen(older, on_device=True) == chosen(None, on_device=True)
@@ -153,8 +153,8 @@ def test_one_more_measurement_on_devices_changes_nothing_else() -> None:
 def test_segments_that_were_not_measured_on_devices_are_not_added() -> None:
     labels = {"chain(chains=3)": 1, "chain(chains=3,segments=8)": 8}
     for text, segments in labels.items():
-        found = measured(broadcast=[row(None, text)])
-        both = {"machine": None, "measured": {}, "measured_on_devices": {"4": found}}
+        on_devices = measured(broadcast=[row(None, text)])
+        both = {"machine": None, "measured": {}, "measured_on_devices": {"4": on_devices}}
         decisions = Decisions.from_json(json.dumps(both))
         choice = select.choose("broadcast", None, 4, 2**20, None, decisions, on_device=True)
         assert (choice.options, choice.segments) == ({"chains": 3, "segments": segments}, 1)
@@ -195,21 +195,21 @@ def test_options_that_are_not_given_follow_from_the_size() -> None:
 
 
 def test_the_nearest_number_of_ranks_stands_for_one_that_was_not_measured() -> None:
-    tables = {2: "ring", 8: "bruck", 64: "direct"}
-    found = {str(p): measured(all_gather=[row(None, name)]) for p, name in tables.items()}
+    names = {2: "ring", 8: "bruck", 64: "direct"}
+    tables = {str(p): measured(all_gather=[row(None, name)]) for p, name in names.items()}
     sizes = {1: 2, 3: 2, 4: 2, 5: 8, 8: 8, 22: 8, 23: 64, 1000: 64}
     for size, nearest in sizes.items():
-        assert label(read(found), size, 8) == tables[nearest], size
+        assert label(read(tables), size, 8) == names[nearest], size
 
 
 def test_what_cannot_serve_gives_way_to_the_next_in_line() -> None:
     table = [row(100, "neighbour_exchange", "swing"), row(None, "neighbour_exchange", "bruck")]
-    found = {"4": measured(all_gather=table), "8": measured(all_gather=[row(None, "sparbit")])}
-    assert label(read(found), 4, 8) == "neighbour_exchange"
-    assert label(read(found), 5, 101) == "bruck", "the next of the row"
-    assert label(read(found), 5, 8) == "sparbit", "the next nearest number of ranks"
-    del found["8"]
-    assert label(read(found), 5, 8) == select.choose("all_gather", None, 5, 8).label
+    tables = {"4": measured(all_gather=table), "8": measured(all_gather=[row(None, "sparbit")])}
+    assert label(read(tables), 4, 8) == "neighbour_exchange"
+    assert label(read(tables), 5, 101) == "bruck", "the next of the row"
+    assert label(read(tables), 5, 8) == "sparbit", "the next nearest number of ranks"
+    del tables["8"]
+    assert label(read(tables), 5, 8) == select.choose("all_gather", None, 5, 8).label
 
 
 def test_an_algorithm_that_would_cut_into_too_many_pieces_gives_way_too() -> None:
@@ -260,13 +260,13 @@ def test_what_was_measured_on_one_host_says_nothing_about_several() -> None:
         "8 on 2 hosts": "direct",
         "64 on 4 hosts": "swing",
     }
-    found = read({key: measured(all_gather=[row(None, name)]) for key, name in tables.items()})
-    assert Decisions.from_json(found.to_json()).measured == found.measured
+    decisions = read({key: measured(all_gather=[row(None, name)]) for key, name in tables.items()})
+    assert Decisions.from_json(decisions.to_json()).measured == decisions.measured
 
     def chosen(num_hosts: int, per_host: int) -> tuple[str, str]:
         size = num_hosts * per_host
         hosts = Topology.consecutive(size, per_host)
-        return select.choose("all_gather", None, size, 8, None, found, hosts)[2:4]
+        return select.choose("all_gather", None, size, 8, None, decisions, hosts)[2:4]
 
     assert chosen(1, 8) == ("ring", "table measured on 8 ranks: every size")
     assert chosen(1, 64)[0] == "ring"

@@ -36,10 +36,10 @@ def changed(place: str, value: Any) -> Any:
     """A good machine with what is at a place replaced, or put there."""
     data = json.loads(json.dumps(as_json(FITTED)))
     *path, last = [int(key) if key.isdigit() else key for key in place.split(".")]
-    found = data
+    parent = data
     for key in path:
-        found = found[key]
-    found[last] = value
+        parent = parent[key]
+    parent[last] = value
     return data
 
 

@@ -38,9 +38,9 @@ SERVED = [
 ]
 
 
-SEGMENTED = [each for each in SERVED if "segments" in algorithms.info(*each).options]
+SEGMENTED = [names for names in SERVED if "segments" in algorithms.info(*names).options]
 HOSTS = Topology("abacb")
-KNOW_HOSTS = [each for each in SERVED if "per_host" in algorithms.info(*each).options]
+KNOW_HOSTS = [names for names in SERVED if "per_host" in algorithms.info(*names).options]
 
 
 def compare(collective: str, name: str | None, topology: Topology | None = None) -> None:
@@ -103,8 +103,8 @@ def test_another_size_is_another_prediction() -> None:
 def test_an_array_in_place_needs_another_scratch() -> None:
     def scratch(*, in_place: bool) -> int:
         call = "reduce_scatter", 4, (2, 2, 2, 2)
-        found = collectives.predict(*call, itemsize=8, algorithm="ring", in_place=in_place)
-        return sum(found.scratch)
+        prediction = collectives.predict(*call, itemsize=8, algorithm="ring", in_place=in_place)
+        return sum(prediction.scratch)
 
     assert scratch(in_place=False) > 0 and scratch(in_place=True) > 0
 

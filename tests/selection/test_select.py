@@ -86,7 +86,7 @@ def test_there_is_a_default_for_devices_and_it_has_no_segments(collective: str) 
         assert choice.segments == 1 and "segments" not in choice.algorithm.options
     sizes = [2**20, 2**26]
     host = [select.choose(collective, None, 8, num_bytes) for num_bytes in sizes]
-    has_segments = [each.segments > 1 or "segments" in each.options for each in host]
+    has_segments = [choice.segments > 1 or "segments" in choice.options for choice in host]
     assert any(has_segments) == (collective in {"broadcast", *REDUCTIONS}), "or nothing is tested"
 
 
@@ -266,12 +266,12 @@ def test_a_block_that_fails_leaves_nothing_behind() -> None:
 
 
 def test_what_is_preferred_belongs_to_the_thread() -> None:
-    found: list[str | None] = []
+    names: list[str | None] = []
     with using(all_reduce="ring"):
-        thread = threading.Thread(target=lambda: found.append(preferred("all_reduce")))
+        thread = threading.Thread(target=lambda: names.append(preferred("all_reduce")))
         thread.start()
         thread.join()
-    assert found == [None]
+    assert names == [None]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_many_lanes_are_extended_from_few(name: str) -> None:
 def test_rates_that_are_computed_less_often_change_little() -> None:
     assert has_many_messages(spec("one_shot", 32, 2**19), 32)
     assert not has_many_messages(spec("ring", 32, 2**19), 32)
-    rows = [rows_of(each, DEFAULT) for each in programs("one_shot", 32, 2**19)]
+    rows = [rows_of(program, DEFAULT) for program in programs("one_shot", 32, 2**19)]
     exact, rough = (
         simulate_rows(rows, DEFAULT, network("hosts:8x4"), resolution=part).seconds
         for part in (0.0, RESOLUTION)

@@ -80,24 +80,24 @@ def exchange(num_bytes: int, latency: float = L) -> float:
 @pytest.mark.parametrize("size", [2, 5, 8])
 def test_a_ring_takes_its_closed_form(size: int) -> None:
     block = 64
-    found = simulate(programs("ring", size, block * size), machine())
+    times = simulate(programs("ring", size, block * size), machine())
     a_round = exchange(block)
     expected = 2 * (size - 1) * a_round + (size - 1) * block * COMBINE
-    assert found.rank_seconds.tolist() == pytest.approx([expected] * size)
+    assert times.rank_seconds.tolist() == pytest.approx([expected] * size)
 
 
 def test_recursive_doubling_takes_its_closed_form() -> None:
-    found = simulate(programs("recursive_doubling", 16, 64), machine())
-    assert found.seconds == pytest.approx(4 * (exchange(64) + 64 * COMBINE))
+    times = simulate(programs("recursive_doubling", 16, 64), machine())
+    assert times.seconds == pytest.approx(4 * (exchange(64) + 64 * COMBINE))
 
 
 def test_the_cost_of_a_call_and_links_of_other_hosts_are_added() -> None:
-    found = simulate(
+    times = simulate(
         programs("recursive_doubling", 4, 64),
         machine()._replace(call_seconds=7.0),
         hosts=[0, 0, 1, 1],
     )
-    assert found.seconds == pytest.approx(7 + exchange(64) + exchange(64, 100.0) + 2 * 64 * COMBINE)
+    assert times.seconds == pytest.approx(7 + exchange(64) + exchange(64, 100.0) + 2 * 64 * COMBINE)
 
 
 def test_a_straggler_is_slow_itself_and_delays_those_that_wait_for_it() -> None:
@@ -115,13 +115,13 @@ def test_names_of_ranks_do_not_matter(name: str) -> None:
     size, order = 8, [3, 1, 4, 0, 5, 7, 2, 6]
     plain = programs(name, size, 512)
     moved: list[Program] = [plain[0]] * size
-    for rank, each in enumerate(plain):
-        rows = each.rows.copy()
+    for rank, original in enumerate(plain):
+        rows = original.rows.copy()
         posts = rows[:, 0] <= Kind.SEND
         rows[posts, 2] = np.array(order)[rows[posts, 2]]
-        moved[order[rank]] = replace(each, rows=rows)
-    found = simulate(moved, uneven).rank_seconds
-    assert found[order].tolist() == simulate(plain, uneven).rank_seconds.tolist()
+        moved[order[rank]] = replace(original, rows=rows)
+    times = simulate(moved, uneven).rank_seconds
+    assert times[order].tolist() == simulate(plain, uneven).rank_seconds.tolist()
 
 
 def test_programs_that_do_not_match_are_refused() -> None:
@@ -140,10 +140,10 @@ def test_ranks_that_wait_for_each_other_are_refused() -> None:
 
 
 def test_the_interpreted_loop_gives_the_same_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = simulate(programs("swing", 6, 999), machine(RENDEZVOUS)).rank_seconds.tolist()
+    seconds = simulate(programs("swing", 6, 999), machine(RENDEZVOUS)).rank_seconds.tolist()
     monkeypatch.setattr(jit, "why_unavailable", lambda: "because of this test")
     monkeypatch.delitem(sys.modules, "collectives.simulation.event_loop")
     monkeypatch.delattr(simulation, "event_loop")
     again = simulate(programs("swing", 6, 999), machine(RENDEZVOUS)).rank_seconds.tolist()
-    assert again == found
+    assert again == seconds
     assert isinstance(simulation.event_loop.run, FunctionType)  # type: ignore[attr-defined]

@@ -29,8 +29,8 @@ def tree(num_ranks: int, per_host: int = 1, lanes: int = 1, *more: Level, island
 
 def ends(network: Network, *pairs: tuple[int, int]) -> list[float]:
     """When the last message of each receiver is there."""
-    found = simulate(one_way(network.num_ranks, *pairs, size=SIZE), MACHINE, network)
-    return [float(found.rank_seconds[destination]) for _, destination in pairs]
+    times = simulate(one_way(network.num_ranks, *pairs, size=SIZE), MACHINE, network)
+    return [float(times.rank_seconds[destination]) for _, destination in pairs]
 
 
 def test_two_messages_from_a_host_share_its_nic() -> None:
@@ -47,24 +47,24 @@ def test_the_rate_rises_when_a_message_leaves() -> None:
     rows = one_way(4, (0, 2), (1, 3))
     short = one_way(4, (1, 3), size=501)
     rows[1], rows[3] = short[1], short[3]
-    found = simulate(rows, MACHINE, tree(4, 2)).rank_seconds
+    seconds = simulate(rows, MACHINE, tree(4, 2)).rank_seconds
     # Both have 5 bytes a second until 500 bytes are sent; the other 500 of the first take 50.
-    assert (found[3], found[2]) == (100, 150)
+    assert (seconds[3], seconds[2]) == (100, 150)
 
 
 def test_rates_are_max_min_fair() -> None:
     """Three messages into host 1 get a third each; the fourth gets the rest of its sender's NIC."""
     network = tree(8, 2)
     assert ends(network, (0, 2), (4, 3), (6, 2)) == [300, 300, 300]
-    found = ends(network, (4, 2), (0, 3), (6, 2), (1, 7))
+    seconds = ends(network, (4, 2), (0, 3), (6, 2), (1, 7))
     # Host 0 sends two messages: one gets 10/3, the other 20/3 bytes a second.
-    assert found == pytest.approx([300, 300, 300, 150])
+    assert seconds == pytest.approx([300, 300, 300, 150])
 
 
 def test_ranks_on_one_host_do_not_use_the_nic() -> None:
-    found = simulate(one_way(4, (0, 1), size=SIZE), MACHINE, tree(4, 2))
-    assert found.seconds == pytest.approx(10)
-    assert found.link_bytes[tree(4, 2).links.kinds == 1].sum() == 0
+    times = simulate(one_way(4, (0, 1), size=SIZE), MACHINE, tree(4, 2))
+    assert times.seconds == pytest.approx(10)
+    assert times.link_bytes[tree(4, 2).links.kinds == 1].sum() == 0
 
 
 def test_messages_into_one_rank_share_its_port() -> None:
@@ -120,17 +120,17 @@ def test_without_shared_links_the_network_changes_nothing(name: str) -> None:
     machine = Machine({"same_host": (link,), "other_host": (link,)}, combine_seconds_per_byte=0.01)
     wide = Tree(machine, 8, (Level("NIC", 1, 1, 1e9),))
     apart = simulate(programs(name, 8, 800), machine, Apart(range(8)))
-    found = simulate(programs(name, 8, 800), machine, wide)
-    assert found.rank_seconds == pytest.approx(apart.rank_seconds)
+    times = simulate(programs(name, 8, 800), machine, wide)
+    assert times.rank_seconds == pytest.approx(apart.rank_seconds)
 
 
 def off_host(name: str, num_hosts: int, per_host: int) -> Fraction:
     """The most bytes that a host sends to others, in vectors."""
     size = num_hosts * per_host
     network = tree(size, per_host)
-    found = simulate(programs(name, size, 64 * size), MACHINE, network)
+    times = simulate(programs(name, size, 64 * size), MACHINE, network)
     kind = network.links.kind_names.index("NIC, out")
-    return Fraction(int(found.link_bytes[network.links.kinds == kind].max()), 64 * size)
+    return Fraction(int(times.link_bytes[network.links.kinds == kind].max()), 64 * size)
 
 
 @pytest.mark.parametrize(
@@ -178,16 +178,16 @@ def test_the_binomial_tree_sends_further_than_its_neighbours() -> None:
     """Bytes times hops on a ring of hosts: a broadcast sends to distances p/2, p/4, ..., 1."""
     size = 64
     torus = Torus(MACHINE, (size,))
-    found = simulate(programs("binomial", size, 64, "broadcast"), MACHINE, torus)
+    times = simulate(programs("binomial", size, 64, "broadcast"), MACHINE, torus)
     distances = sum(2**k * size // 2 ** (k + 1) for k in range(trees.ceil_log2(size)))
-    assert found.link_bytes.sum() == 64 * distances
+    assert times.link_bytes.sum() == 64 * distances
 
 
 def bytes_times_hops(name: str, size: int) -> float:
     """Of a broadcast of one byte, on a ring of hosts."""
     torus = Torus(MACHINE, (size,))
-    found = simulate(programs(name, size, 1, "broadcast"), MACHINE, torus)
-    return float(found.link_bytes.sum())
+    times = simulate(programs(name, size, 1, "broadcast"), MACHINE, torus)
+    return float(times.link_bytes.sum())
 
 
 @pytest.mark.parametrize(("size", "ratio"), [(64, 0.703), (256, 0.694), (1024, 0.689)])
