@@ -189,7 +189,8 @@ def collective(method: Method) -> Method:
             result = repeat(x, out, timeout)
             if result is not MISFIT:
                 return result
-        self._refuse_options_of_calls(async_op, timeout)
+        if self.is_planning:
+            self._refuse_options_of_calls(async_op, timeout)
         restricting = named.get("counts"), named.get("shards")
         algorithm = _checked_algorithm(name, algorithm, self.size, *restricting)
         checked = method(self, x, *args, out=out, algorithm=algorithm, **named)
@@ -209,6 +210,8 @@ def _checked_algorithm(
     """
     if algorithm is None:
         algorithm = preferred(collective)
+    if algorithm is None and counts is None and shards is None:
+        return None
     if isinstance(counts, SentReceived):
         algorithm = select.local(collective, algorithm)
     algorithm = select.with_shards(collective, algorithm, shards)

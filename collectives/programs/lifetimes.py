@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from collectives.schedule import Block, Operation, Schedule, incoming, local, outgoing
+from collectives.schedule import Block, Operation, Schedule
 
 
 class Outline(NamedTuple):
@@ -23,17 +23,24 @@ class Outline(NamedTuple):
 
 def outline(schedule: Schedule) -> Outline:
     """The outline of one rank's schedule."""
+    rounds: list[tuple[list[Operation], list[Operation], list[Operation]]] = []
     uses: dict[Block, list[int]] = {}
     ends: dict[Block, list[int]] = {}
     for number, operations in enumerate(schedule):
+        sends: list[Operation] = []
+        receives: list[Operation] = []
+        local: list[Operation] = []
         for op in operations:
+            is_receive = op.kind.startswith("recv")
+            (sends if op.kind == "send" else receives if is_receive else local).append(op)
             replaced = op.targets if op.kind in ("recv", "copy") else ()
-            needed = () if op.kind.startswith("recv") else op.blocks
+            needed = () if is_receive else op.blocks
             for block in replaced:
                 ends.setdefault(block, []).append(2 * number + (op.kind == "copy"))
             for block in (*needed, *(op.targets if op.side is not None else ())):
                 uses.setdefault(block, []).append(2 * number + (op.kind != "send"))
-    return Outline([(outgoing(r), incoming(r), local(r)) for r in schedule], uses, ends)
+        rounds.append((sends, receives, local))
+    return Outline(rounds, uses, ends)
 
 
 class Arena:

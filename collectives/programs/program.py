@@ -9,8 +9,7 @@ A program can be printed, proved, priced and cached.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property, lru_cache
@@ -220,25 +219,20 @@ class _Assembler:
     def __init__(self, lanes: Lanes, itemsize: int, is_average: bool) -> None:
         self.lanes, self.itemsize, self.is_average = lanes, itemsize, is_average
         self.most_bytes = max(MESSAGE_BYTES // itemsize, 1) * itemsize  # in one message
-        self.distinct = {id(lane): lane for lane in lanes.lanes}  # most lanes are one object
-        self.slots_each = max(map(self._num_messages, self.distinct.values()))
+        self.slots_each = _most_messages(lanes.lanes, self.most_bytes // itemsize)
         self.rows: list[tuple[int, ...]] = []
         self.waits: dict[int, tuple[int, ...]] = {}
-        is_busy = {number: _is_busy(lane) for number, lane in self.distinct.items()}
-        self.is_busy = [is_busy[id(lane)] for lane in lanes.lanes]
-        scratch_stride = _aligned(lanes.num_scratch * itemsize, itemsize)
-        self.num_scratch = scratch_stride * lanes.num_slots
-        source = self._source()
+        self.sent: dict[tuple[int, int], list[int]] = {}  # by round, and place in the round
+        stride = _aligned(lanes.num_scratch * itemsize, itemsize)
+        self.num_scratch = stride * lanes.num_slots
+        source, offset = self._source()
         # The offsets at which the buffers of each lane begin.
-        self.bases = [
-            {
-                "input": (source[0], source[1] + start),
-                "output": (OUTPUT, start),
-                "scratch": (SCRATCH, number % lanes.num_slots * scratch_stride),
-            }
-            for number in range(len(lanes.lanes))
-            for start in (number * lanes.stride * itemsize,)
-        ]
+        self.bases: list[dict[str, tuple[int, int]]] = []
+        for number in range(len(lanes.lanes)):
+            start = number * lanes.stride * itemsize
+            scratch = SCRATCH, number % lanes.num_slots * stride
+            bases = {"input": (source, offset + start), "output": (OUTPUT, start)}
+            self.bases.append({**bases, "scratch": scratch})
 
     def _source(self) -> tuple[int, int]:
         """The place of the input: scratch, if the output would overwrite it before it is read."""
@@ -255,25 +249,26 @@ class _Assembler:
             for number, lane in enumerate(lanes.lanes):
                 self._work(number, 0, lane.staying)
                 self._close(number, 0)
-        for event in lanes.events:
-            if not self.is_busy[event.lane][event.round]:
-                continue
-            if event.is_start:
-                self._start(event.lane, event.round)
+        last = lanes.num_rounds - 1
+        for number, at, is_start in lanes.events:
+            if 0 < at < last and not any(lanes.lanes[number].steps[at]):
+                continue  # there is nothing to do
+            if is_start:
+                self._start(number, at)
             else:
-                self._finish(event.lane, event.round)
+                self._finish(number, at)
         return Program(
             np.array(self.rows, np.int64).reshape(-1, NUM_COLUMNS),
             lanes.num_rounds,
             self.slots_each * lanes.num_slots,
             self.num_scratch,
             self.itemsize,
-            self._sent(),
+            tuple((at, peer, size, parts) for (at, _), (peer, size, parts) in self.sent.items()),
         )
 
     def _start(self, number: int, at: int) -> None:
         """Pack and post the messages of a round, and make the moves that need no message."""
-        lane, first = self.lanes.lanes[number], self._first_slot(number)
+        lane, first = self.lanes.lanes[number], number % self.lanes.num_slots * self.slots_each
         step = lane.steps[at]
         self._work(number, at, step.packing)
         receives = self._messages(_RECEIVE, number, at, step.receives, first)
@@ -292,13 +287,18 @@ class _Assembler:
         """The rows that post messages, cut as MPI needs it, in slots from `slot` on."""
         bases, itemsize, most = self.bases[number], self.itemsize, self.most_bytes
         rows: list[tuple[int, ...]] = []
-        for peer, (name, first, stop) in messages:
+        for index, (peer, (name, first, stop)) in enumerate(messages):
             buffer, base = bases[name]
             offset, size = base + first * itemsize, (stop - first) * itemsize
-            for start in range(0, size or 1, most):
+            starts = range(0, size or 1, most)
+            for start in starts:
                 part = min(size - start, most)
                 place = slot + len(rows)
                 rows.append((kind, at, peer, buffer, offset + start, part, place, 0, 0, 0, 0))
+            if kind == _SEND:  # all lanes have the same messages
+                sent = self.sent.setdefault((at, index), [peer, 0, 0])
+                sent[1] += size
+                sent[2] += len(starts)
         return rows
 
     def _finish(self, number: int, at: int) -> None:
@@ -335,40 +335,20 @@ class _Assembler:
                 where, base = bases[right]
                 append((_COMBINE, at, 0, *place, 0, *source, where, base + right_start * itemsize))
 
-    def _sent(self) -> Sent:
-        """The messages of the schedule, each with the bytes and the segments of all lanes."""
-        numbers = Counter(map(id, self.lanes.lanes))
-        each = [self._sent_by(lane, numbers[key]) for key, lane in self.distinct.items()]
-        return tuple(each[0] if len(each) == 1 else map(_summed, zip(*each, strict=True)))
 
-    def _sent_by(self, lane: Lane, number: int) -> list[tuple[int, int, int, int]]:
-        """The messages of so many equal lanes."""
-        itemsize, most = self.itemsize, self.most_bytes
-        return [
-            (at, peer, number * size, number * (-(-size // most) or 1))
-            for at, step in enumerate(lane.steps)
-            for peer, (_, start, stop) in step.sends
-            for size in ((stop - start) * itemsize,)
-        ]
-
-    def _first_slot(self, number: int) -> int:
-        return number % self.lanes.num_slots * self.slots_each
-
-    def _num_messages(self, lane: Lane) -> int:
-        """The largest number of messages of a lane in flight: those of one round."""
-        most = self.most_bytes // self.itemsize
-        numbers = (
-            sum([-((start - stop) // most) or 1 for _, (_, start, stop) in messages])
-            for step in lane.steps
-            for messages in (step.receives + step.sends,)
-        )
-        return max(numbers, default=0)
-
-
-def _summed(messages: tuple[tuple[int, int, int, int], ...]) -> tuple[int, int, int, int]:
-    """A message of the schedule, from the messages of all lanes."""
-    numbers, peers, sizes, segments = zip(*messages, strict=True)
-    return numbers[0], peers[0], sum(sizes), sum(segments)
+def _most_messages(lanes: Sequence[Lane], most: int) -> int:
+    """Return the largest number of messages of a round, of at most `most` elements each."""
+    largest, previous = 0, None
+    for lane in lanes:
+        if lane is previous:  # most lanes are one object
+            continue
+        previous = lane
+        for step in lane.steps:
+            number = 0
+            for _, (_, start, stop) in step.sends + step.receives:
+                number += -((start - stop) // most) or 1
+            largest = max(largest, number)
+    return largest
 
 
 def _num_read(lanes: Lanes) -> int:
@@ -396,12 +376,6 @@ def _num_written(lane: Lane) -> int:
     return max((region.stop for region in regions if region.buffer == "output"), default=0)
 
 
-def _is_busy(lane: Lane) -> list[bool]:
-    """Whether a lane does anything in each round; before the first and after the last it may."""
-    last = len(lane.steps) - 1
-    return [any(step) or number in (0, last) for number, step in enumerate(lane.steps)]
-
-
 def _actions(lane: Lane) -> list[Move | Combine]:
     """All copies and combinations of a lane."""
     within = [action for step in lane.steps for action in (*step.packing, *step.finishing)]
@@ -425,8 +399,10 @@ def extents(rows: NDArray[np.int64], num_slots: int) -> tuple[int, ...]:
         kind, _, peer, buffer, offset, size, slot, left, left_offset, right, right_offset = row
         if kind > _DIVIDE or min(row) < 0:
             raise ScheduleError("a program has an unknown kind of row, or begins before a buffer")
-        if kind <= _WAIT:
-            _check_slots(kind, peer, size, slot, num_slots)
+        if kind <= _WAIT and slot + (size if kind == _WAIT else 1) > num_slots:
+            raise ScheduleError(f"a program has messages beyond its {num_slots} slots")
+        if kind == _WAIT and peer > size:
+            raise ScheduleError("a program waits for more receives than messages")
         if kind == _WAIT or not size:
             continue  # an empty place may be anywhere
         if max(buffer, left, right) > SCRATCH or (buffer == INPUT and kind != _SEND):
@@ -437,11 +413,3 @@ def extents(rows: NDArray[np.int64], num_slots: int) -> tuple[int, ...]:
         if kind == _COMBINE:
             needed[right] = max(needed[right], right_offset + size)
     return tuple(needed)
-
-
-def _check_slots(kind: int, peer: int, size: int, slot: int, num_slots: int) -> None:
-    """Raise ScheduleError if a message, or those that a WAIT waits for, have no slots."""
-    if slot + (size if kind == _WAIT else 1) > num_slots:
-        raise ScheduleError(f"a program has messages beyond its {num_slots} slots")
-    if kind == _WAIT and peer > size:
-        raise ScheduleError("a program waits for more receives than messages")

@@ -15,13 +15,19 @@ _MAX_DIMENSIONS = 8  # of arrays that compiled code can check; `executor.MAX_DIM
 
 def is_fully_compiled(transport: Transport, spec: CallSpec, arrays: Arrays) -> bool:
     """Whether compiled code can start such a call and run all of it."""
-    return can_start_compiled(transport, arrays) and _has_kernels(spec.op, spec.dtype)
+    is_started = can_start_compiled(transport, arrays)
+    return is_started and (spec.op is None or _has_kernels(spec.op, spec.dtype))
 
 
 def can_start_compiled(transport: Transport, arrays: Arrays) -> bool:
     """Whether compiled code can start runs on these arrays."""
-    is_seen = all(x is None or x.ndim <= _MAX_DIMENSIONS for x in arrays[1:])
-    return arrays.backend is HOST and is_seen and transport.why_interpreted is None
+    backend, *both = arrays
+    if backend is not HOST or transport.why_interpreted is not None:
+        return False
+    for x in both:  # noqa: SIM110 - all() takes longer
+        if x is not None and x.ndim > _MAX_DIMENSIONS:
+            return False
+    return True
 
 
 def runs_by(
@@ -37,10 +43,8 @@ def runs_by(
     return "compiled code"
 
 
-def _has_kernels(op: Operator | None, dtype: np.dtype[Any]) -> bool:
+def _has_kernels(op: Operator, dtype: np.dtype[Any]) -> bool:
     """Whether there are kernels that combine, and divide, arrays of this dtype."""
-    if op is None:
-        return True
     if not isinstance(op.function, str) or kernels.combine(op.function, dtype) is None:
         return False
     return not op.is_average or kernels.divide(dtype) is not None

@@ -50,7 +50,8 @@ class Kind:
         The program of the calls, which says how much memory an idle one needs.
     """
 
-    _pattern: Prepared | None = None  # set if compiled code may start calls
+    is_open = False  # whether compiled code may start calls
+    _pattern: Prepared | None = None  # set if it is open
     _comparison: Comparison | None = None  # in checked mode
 
     def __init__(self, owner: Owner, make: Make, program: Program) -> None:
@@ -75,7 +76,7 @@ class Kind:
 
     def give(self, prepared: Prepared) -> None:
         """Take a prepared call back."""
-        if self._pattern is not None and not prepared.is_reusable:
+        if self.is_open and not prepared.is_reusable:
             if not prepared.can_be_reusable:
                 return
             prepared.let_code_start_like(self._execution)
@@ -83,11 +84,6 @@ class Kind:
         self._idle.append(prepared)
 
     # By compiled code
-
-    @property
-    def is_open(self) -> bool:
-        """Whether compiled code may start calls."""
-        return self._pattern is not None
 
     def open(
         self, prepared: Prepared, arrays: Arrays, comparison: Comparison | None = None
@@ -103,7 +99,7 @@ class Kind:
         """
         execution, owner, target = prepared.reusable, self._owner, arrays.target
         self._idle.clear()  # compiled code cannot start these
-        self._pattern, self._comparison = prepared, comparison
+        self.is_open, self._pattern, self._comparison = True, prepared, comparison
         self._execution, self._in_flight = execution, owner.transport.in_flight
         self._compiled, self._at = execution.loop.run, execution.state_address
         self._max_wait = int(owner.transport.max_wait * 1e9)
@@ -177,7 +173,8 @@ class Kind:
             prepared.number = owner.numbering.next_number()
             self._execution.set_tag(prepared.number)
             steps = one_run(prepared, x, self._result(out))
-        return Work.blocking(owner, lambda _: steps).run(owner.limit(timeout))
+        work: Work[Any] = Work(owner, lambda _: steps, is_blocking=True)
+        return work.run(owner.limit(timeout))
 
     def _agrees(self) -> bool:
         """Whether all ranks are known to make the same call."""

@@ -88,9 +88,9 @@ class Numbering:
         """Count at least as many calls as another rank, after the ranks' calls differed."""
         self.num_calls_made[0] = max(self.num_calls, num_calls)
 
-    def tag(self, number: int, *, is_blocking: bool) -> int:
+    def tag(self, number: int, is_blocking: bool) -> int:
         """The tag of the messages of the call of this number."""
-        if not self.tags(is_blocking):
+        if is_blocking and not self.can_mix:
             return self.blocking_tag
         return self.async_tag(number)
 

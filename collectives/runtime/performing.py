@@ -66,8 +66,10 @@ def perform(
     """
     session.check()
     kind = _kind(session, "ahead" if is_ahead else "call", spec, arrays, work.is_blocking)
-    tag = session.numbering.header_tag(work.number) if is_ahead else _tag(session, work)
-    run = kind.take(arrays, tag, work.number)
+    numbering, number = session.numbering, work.number
+    is_blocking = work.is_blocking
+    tag = numbering.header_tag(number) if is_ahead else numbering.tag(number, is_blocking)
+    run = kind.take(arrays, tag, number)
     yield from _in_turn(session, work, run, spec, arrays, fields)
 
 
@@ -79,7 +81,9 @@ def perform_call(
     is_kept = spec.is_recurring or (key is not None and session.pool.is_repeated(key))
     what = work.is_blocking, arguments.unwritten_out is not None
     kind = _kind(session, "call", spec, arguments.arrays, what, is_kept=is_kept)
-    run = kind.take(arguments.arrays, _tag(session, work), work.number)
+    number = work.number
+    tag = session.numbering.tag(number, work.is_blocking)
+    run = kind.take(arguments.arrays, tag, number)
     if key is not None and is_kept and _can_repeat(session, work, run, spec, arguments):
         _let_repeat(session, work, kind, run, spec, arguments, key)
     yield from _in_turn(session, work, run, spec, arguments.arrays)
@@ -140,11 +144,6 @@ def _kind(
     # Compiled code may be there later.
     key = use, spec, arrays.backend.name, what, session.transport.why_interpreted is None
     return session.pool.kind(key, make, program)
-
-
-def _tag(session: Session, work: Work[Any]) -> int:
-    """Return the tag of the messages of a call."""
-    return session.numbering.tag(work.number, is_blocking=work.is_blocking)
 
 
 def _can_repeat(

@@ -40,26 +40,21 @@ class Pool:
         self._kinds: dict[Hashable, Kind] = {}
         self._num_bytes = 0
         self._seen: set[int] = set()
-        self._is_open = True
+        self.is_open = True
         registry.watch(self)
 
     def __len__(self) -> int:
         return len(self._repeats)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether calls may be made at once."""
-        return self._is_open
-
-    @is_open.setter
-    def is_open(self, is_open: bool) -> None:
-        self._is_open = is_open
+    def set_open(self, is_open: bool) -> None:
+        """Let calls be made at once, or not."""
+        self.is_open = is_open
         if not is_open:
             self.latest.clear()
 
     def find(self, key: tuple[Any, ...]) -> Repeat | None:
         """Return what makes the call of this key at once, or None; it becomes the latest."""
-        repeat = self._repeats.get(key) if self._is_open else None
+        repeat = self._repeats.get(key) if self.is_open else None
         if repeat is not None:
             self.latest[key[0]] = repeat
         return repeat

@@ -115,7 +115,8 @@ def _shown(
     origin: Origin, spec: CallSpec, program: Program, numbered: Callable[[int], str]
 ) -> Shown:
     rank, size = origin.transport.rank, origin.transport.size
-    recorder = recorder_of(origin, spec.names, numbered, program.sent)
+    names, axis = spec.names, origin.axis
+    recorder = Recorder(names, numbered, program.sent, origin.ancestry, rank, axis)
     return Shown(recorder, str(program.num_rounds), partial(show_schedules, spec, rank, size))
 
 

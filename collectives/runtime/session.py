@@ -31,11 +31,6 @@ _FAMILIES = threading.Lock()  # threads may make communicators and open ledgers 
 Result = TypeVar("Result")
 
 
-def _no_site() -> str:
-    """The site of a call where sites are not recorded."""
-    return ""
-
-
 class Session:
     """What the calls of one rank on one communicator share, and what keeps them in order."""
 
@@ -60,7 +55,7 @@ class Session:
         self.decisions: Decisions | None = None
         self.ledgers: list[Recording] = []
         self.phase_of_call: Callable[[], str] = current_phase
-        self.site_of_call: Callable[[], str] = _no_site
+        self.site_of_call: Callable[[], str] = str  # "": not recorded
         self.ancestry: Ancestry = [(self.ledgers, None), *(ancestry or [])]
         self._family: WeakSet[Session] = WeakSet() if parent is None else parent._family
         with _FAMILIES:
@@ -112,7 +107,7 @@ class Session:
         with self.exclusive_call():
             limit = self.limit(timeout)
             self._wait_for_timed_out(limit)
-            return Work.blocking(self, make_steps).run(limit)
+            return Work(self, make_steps, is_blocking=True).run(limit)
 
     def started(self, make_steps: MakeSteps, timeout: float | None) -> Work[Any]:
         """Start a call that does not block."""
@@ -281,7 +276,7 @@ class Session:
 
         It does not after a failure, and while a call that timed out is not done.
         """
-        self.pool.is_open = self._broken_by is None and self._timed_out is None
+        self.pool.set_open(self._broken_by is None and self._timed_out is None)
         self.is_recorded = any(ledgers for ledgers, _ in self.ancestry)
         self.is_watched = self.is_recorded or self.checker is not None
         self.has_fast_path = self.pool.is_open and not self.is_watched

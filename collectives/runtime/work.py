@@ -103,7 +103,6 @@ class Work(Generic[Result]):
     has_turn = False  # whether later calls on devices wait for it
     _number: int | None = None
     _check: int | None = None
-    is_blocking = False
     is_async = True  # its caller goes on meanwhile
     is_done = False
     scratch_bytes = 0
@@ -112,10 +111,15 @@ class Work(Generic[Result]):
     _noted_at = 0.0  # when it was noted what it waits for
 
     def __init__(
-        self, owner: Owner, make_steps: MakeSteps | None, timeout: float | None = None
+        self,
+        owner: Owner,
+        make_steps: MakeSteps | None,
+        timeout: float | None = None,
+        *,
+        is_blocking: bool = False,
     ) -> None:
         """`timeout`: the time limit of a `wait` that is given none."""
-        self.owner, self._timeout = owner, timeout
+        self.owner, self._timeout, self.is_blocking = owner, timeout, is_blocking
         self._steps = None if make_steps is None else make_steps(self)
         self._limit = timeout  # on a device
         self._in_flight = owner.transport.in_flight
@@ -123,13 +127,6 @@ class Work(Generic[Result]):
         self._done_callbacks: list[Action] = []
         # Of all its runs, whoever advances it, and where.
         self._phase, self._site = owner.phase_of_call(), owner.site_of_call()
-
-    @classmethod
-    def blocking(cls, owner: Owner, make_steps: MakeSteps) -> Work[Any]:
-        """Return the work of a blocking call of `owner`."""
-        work = cls(owner, make_steps)
-        work.is_blocking = True
-        return work
 
     @classmethod
     def of(
@@ -146,8 +143,7 @@ class Work(Generic[Result]):
 
         It keeps the arrays `x` and `result`.  `timeout`: see `wait`.
         """
-        work = cls(owner, None, timeout)
-        work.is_blocking = is_blocking
+        work = cls(owner, None, timeout, is_blocking=is_blocking)
         work._run, work._x, work._result = run, x, result
         work.scratch_bytes = run.scratch_bytes
         return work

@@ -212,15 +212,12 @@ def by_rules(
     """
     is_power, between = size.bit_count() == 1, f" on {hosts.number} hosts" * (hosts.number > 1)
     between += " for devices" * hosts.have_devices
-    applicable = [
-        rule
-        for rule in rules(collective, hosts)
-        if size <= rule.max_ranks
-        and (is_power or not rule.powers_of_two_only)
-        and (hosts.max_ranks > 1 or not rule.shares_hosts)
-    ]
-    for number, rule in enumerate(applicable):
+    before: list[float] = []  # the limits of the rules before
+    for rule in rules(collective, hosts):
+        is_for_ranks = size <= rule.max_ranks and (is_power or not rule.powers_of_two_only)
+        if not is_for_ranks or (rule.shares_hosts and hosts.max_ranks == 1):
+            continue
         if num_bytes <= rule.largest:
-            before = [rule.largest for rule in applicable[:number]]
             sizes = size_range(rule.largest, num_bytes, before)
             yield rule.name, f"built-in rule{between}: {sizes}"
+        before.append(rule.largest)

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from collectives import algorithms
@@ -128,7 +129,7 @@ def num_bytes_of(counts: Counts, itemsize: int) -> int:
 @lru_cache(maxsize=256)
 def _limits(collective: str, decisions: Decisions | None, hosts: Hosts) -> list[float]:
     """The sizes at which the choice may change, in order; between two of them it is the same."""
-    limits = {rule.largest for rule in rules(collective, hosts)}
+    limits = set(map(attrgetter("largest"), rules(collective, hosts)))
     if decisions is None:
         return sorted(limits)
     if decisions.fitted is not None:
@@ -382,4 +383,7 @@ def using(**algorithms: str) -> Iterator[None]:
 
 def preferred(collective: str) -> str | None:
     """The preferred algorithm of calls that name none; None: choose."""
-    return next((label for name, label in _preferred.get() if name == collective), None)
+    for name, label in _preferred.get():
+        if name == collective:
+            return label
+    return None
