@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from weakref import ref
 from zlib import crc32
 
 import numpy as np
@@ -30,6 +29,7 @@ from collectives.devices.clock import timed_end
 from collectives.devices.driver import DriverError
 from collectives.devices.exposed import Exposed
 from collectives.devices.kept import Kept
+from collectives.devices.last_arrays import LastArrays
 from collectives.devices.links import LACKING, UNTRIED, YES, Links
 from collectives.devices.loop import Loop
 from collectives.devices.meeting import Wait, Waits
@@ -710,27 +710,6 @@ class OnDevice:
         while not is_complete:
             yield None
             is_complete = self._staged.advance(0.0)
-
-
-class LastArrays:
-    """The arrays of the last run, which it does not keep alive."""
-
-    def __init__(self, source: Array | None, target: Array | None) -> None:
-        arrays = source, target
-        self._references = [nothing if x is None else ref(x) for x in arrays]
-        self._ids = [id(x) for x in arrays]
-        self._shapes = [None if x is None else x.shape for x in arrays]
-
-    def are(self, source: int, target: int) -> bool:
-        """Whether objects with these addresses are the same arrays, with the same shapes."""
-        if self._ids != [source, target]:
-            return False
-        arrays = [reference() for reference in self._references]
-        return self._shapes == [None if x is None else x.shape for x in arrays]
-
-
-def nothing() -> None:
-    """Stand for a reference to no array, or to one that is gone."""
 
 
 def _with_scratch(operands: Operands, num_bytes: int) -> Operands:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from collectives.schedule import Block, Region
@@ -66,8 +65,7 @@ class Step(NamedTuple):
     finishing: tuple[Move | Combine, ...] = ()
 
 
-@dataclass(frozen=True)
-class Lane:
+class Lane(NamedTuple):
     """The steps of one rank, then the `closing` moves.
 
     `staying`: moves from input to output, which are made during the first round.  `num_scratch`:
