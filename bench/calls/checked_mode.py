@@ -68,18 +68,18 @@ def seconds_of(num_bytes: int, options: argparse.Namespace) -> list[float]:
     calls: list[Callable[[], Any]] = [partial(comm.all_reduce, x, out=y) for comm in comms]
     effort = Effort(options.warmup, options.samples, SECONDS)
     runs = [*(plan.run for plan in plans), *calls]
-    found = times(runs, x, is_small=x.nbytes <= SMALL, effort=effort)
+    medians = times(runs, x, is_small=x.nbytes <= SMALL, effort=effort)
     for plan in plans:
         plan.free()
-    return found
+    return medians
 
 
-def table(found: Mapping[int, Sequence[float]]) -> Table:
+def table(seconds_by_size: Mapping[int, Sequence[float]]) -> Table:
     """Return a line for each size; plan and call in each mode, in the order of `MODES`."""
     heads = [f"{how} {mode}" for how in ("plan", "call") for mode in MODES]
     made = Table(Number("size (B)"), *(Number(head, ".1f") for head in heads))
-    for num_bytes, seconds in found.items():
-        made.add(num_bytes, *(each * 1e6 for each in seconds))
+    for num_bytes, seconds in seconds_by_size.items():
+        made.add(num_bytes, *(taken * 1e6 for taken in seconds))
     return made
 
 

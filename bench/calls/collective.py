@@ -51,9 +51,9 @@ def measured(comm: Communicator, options: argparse.Namespace) -> int:
     with refusing(TypeError, ScheduleError):
         benchmark = Benchmark(comm, options)
     rows = benchmark.report(console)
-    found = benchmark.facts() | benchmark.on_devices() | summary.as_dict(rows)
+    result = benchmark.facts() | benchmark.on_devices() | summary.as_dict(rows)
     if comm.rank == 0:
-        write_json(found, options.json)
+        write_json(result, options.json)
     benchmark.rivals.free()
     return int(any(row.wrong for row in rows))
 
@@ -125,8 +125,8 @@ class Benchmark:
                 if options.collective == ALL:
                     say(form.comment(collective))
                 for case in group:
-                    rows += (found := self.rows(case, show, steps))
-                    say(form.lines(found))
+                    rows += (measured_rows := self.rows(case, show, steps))
+                    say(form.lines(measured_rows))
                     for text in self.rivals.news():
                         say(form.comment(text))
         say(form.tail(rows))

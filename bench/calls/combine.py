@@ -60,8 +60,8 @@ def rates_of(name: str, op: str, num_bytes: int, samples: int) -> list[Cell]:
     shape = (2, num_bytes // dtype.itemsize)
     left, right = np.random.default_rng(0).standard_normal(shape).astype(dtype)
     address = kernels.combine(function, dtype)
-    found = [numpys(function)] + ([] if address is None else [kernel(address)])
-    rates = [num_bytes / seconds / 1e9 for seconds in times(found, left, right, samples)]
+    contenders = [numpys(function)] + ([] if address is None else [kernel(address)])
+    rates = [num_bytes / seconds / 1e9 for seconds in times(contenders, left, right, samples)]
     return [rates[0], "-", "-"] if address is None else [*rates, rates[1] / rates[0]]
 
 
@@ -80,9 +80,11 @@ def kernel(address: int) -> Prepare:
     return prepare
 
 
-def times(found: Sequence[Prepare], left: Array, right: Array, samples: int) -> list[float]:
+def times(contenders: Sequence[Prepare], left: Array, right: Array, samples: int) -> list[float]:
     """Return the shortest seconds of each, in place, with the same operands every time."""
-    taken = [[seconds(prepare, left.copy(), right) for prepare in found] for _ in range(samples)]
+    taken = [
+        [seconds(prepare, left.copy(), right) for prepare in contenders] for _ in range(samples)
+    ]
     return [min(column) for column in zip(*taken, strict=True)]
 
 

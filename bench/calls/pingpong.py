@@ -81,13 +81,13 @@ def pairs(text: str) -> list[Pair] | str:
     """Return pairs of ranks, or "all"; an argument type."""
     if text == ALL:
         return ALL
-    found = []
+    chosen = []
     for word in text.split(","):
         first, dash, second = word.partition("-")
         if not (dash and first.isdecimal() and second.isdecimal()) or int(first) == int(second):
             raise argparse.ArgumentTypeError(f"{word!r} is not two ranks such as 0-1")
-        found.append((int(first), int(second)))
-    return found
+        chosen.append((int(first), int(second)))
+    return chosen
 
 
 def run(options: argparse.Namespace) -> int:
@@ -111,8 +111,8 @@ def measured(comm: Communicator, options: argparse.Namespace) -> int:
     console.print(", ".join(f"{key} {value}" for key, value in facts.items()))
     table(links).print(console)
     if comm.rank == 0:
-        write_json(facts | {"links": [each.as_dict() for each in links]}, options.json)
-    return int(any(each.wrong for each in links))
+        write_json(facts | {"links": [link.as_dict() for link in links]}, options.json)
+    return int(any(link.wrong for link in links))
 
 
 def pairs_of(wanted: list[Pair] | str, size: int) -> list[Pair]:
@@ -131,10 +131,12 @@ def link(comm: Communicator, pair: Pair, num_bytes: int, effort: Effort) -> Link
     """Measure all engines and kinds of exchange side by side, and check what arrives."""
     arrays = messages.arrays_of(num_bytes)
     engines = {OURS: messages.ours(comm), THEIRS: messages.theirs()}
-    made = {name: messages.runs(each, arrays, pair, comm.rank) for name, each in engines.items()}
+    made = {
+        name: messages.runs(engine, arrays, pair, comm.rank) for name, engine in engines.items()
+    }
     runs = [run for kinds in made.values() for run in kinds.values()]
     samples = sampled(runs, arrays[0], is_small=num_bytes < SMALL, effort=effort)
-    taken = iter([each.ranks[pair[0]] for each in samples])
+    taken = iter([sample.ranks[pair[0]] for sample in samples])
     times = {name: {kind: next(taken) for kind in kinds} for name, kinds in made.items()}
     wrong = [
         messages.num_wrong(kinds["bidirectional"], arrays, pair, comm.rank)
@@ -158,23 +160,23 @@ def table(links: Sequence[Link]) -> Table:
         for engine in (OURS, THEIRS)
     ]
     made = Table("ranks", "host", Number("size"), *latencies, *rates, Number("wrong"))
-    for each in links:
-        first, second = each.pair
-        host = "same" if each.is_same_host else "other"
-        size = sizes.text(each.num_bytes)
-        made.add(f"{first}-{second}", host, size, *numbers(each), each.wrong)
+    for link in links:
+        first, second = link.pair
+        host = "same" if link.is_same_host else "other"
+        size = sizes.text(link.num_bytes)
+        made.add(f"{first}-{second}", host, size, *numbers(link), link.wrong)
     return made
 
 
-def numbers(each: Link) -> Iterator[Cell]:
+def numbers(link: Link) -> Iterator[Cell]:
     """Yield latencies in us with their spreads in percent, and bandwidths in MB/s."""
     for engine in (OURS, THEIRS):
-        low, median, high = each.times[engine]["latency"]
+        low, median, high = link.times[engine]["latency"]
         yield median / 2 * 1e6
         yield (high - low) / 2 / median * 100
     for kind in RATES:
         for engine in (OURS, THEIRS):
-            yield each.rate(engine, kind) / 1e6
+            yield link.rate(engine, kind) / 1e6
 
 
 COMMAND = with_ranks("pingpong", __doc__, add_options, run)

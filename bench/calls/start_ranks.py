@@ -83,5 +83,5 @@ def without_ranks(words: Sequence[str]) -> tuple[int, list[str]]:
     """Return the number of ranks, and the command line without it."""
     parse = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parse.add_argument("-g", "--ngpus", type=int, required=True)
-    found, command = parse.parse_known_args(words)
-    return found.ngpus, command
+    options, command = parse.parse_known_args(words)
+    return options.ngpus, command

@@ -125,9 +125,6 @@ def contenders(
     return buffers, [contender(comm, case, buffers, name) for name in names]
 
 
-# What is measured
-
-
 def promising(collective: str, hosts: Topology, num_bytes: int) -> list[str]:
     """Return the algorithms that can run, without those that the cost model finds hopeless.
 
@@ -152,9 +149,6 @@ def for_devices(collective: str, hosts: Topology, num_bytes: int) -> list[str]:
     ]
     ruled = by_rule(collective, hosts, num_bytes, on_device=True)
     return list(dict.fromkeys([*names, ruled]))
-
-
-# What follows from the times
 
 
 def rows(

@@ -278,9 +278,6 @@ def _late(run: Run, comm: MPI.Comm) -> float:
     return time.perf_counter() - begin
 
 
-# Tables
-
-
 def link_table(fit: Fit) -> Table:
     """Return the links, with the median errors of the fit for each pattern."""
     table = Table(

@@ -173,9 +173,6 @@ def regrets(calls: Sequence[Held]) -> list[float]:
     ]
 
 
-# Tables
-
-
 def tables(calls: Sequence[Held]) -> Iterator[tuple[str, Table]]:
     """Yield the verdicts on the calls of each collective, each size, and each number of ranks."""
     values = Number("calls"), Number("median error", ".1%"), Number("90 % error", ".1%")

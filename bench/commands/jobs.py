@@ -48,7 +48,8 @@ class Jobs:
     @property
     def mpi(self) -> str:
         """The MPI library that the jobs ran under, as they say."""
-        return next((found["mpi"] for found in self.results.values() if "mpi" in found), "no MPI")
+        names = (result["mpi"] for result in self.results.values() if "mpi" in result)
+        return next(names, "no MPI")
 
     def title(self, text: str) -> None:
         """Print a heading."""

@@ -76,18 +76,18 @@ def communicator(
 
 def backend(comm: Communicator, device: str) -> Backend:
     """Return what serves arrays on this device.  Raises Refused on all ranks if one has none."""
-    found, why = None, ""
+    server, why = None, ""
     try:
         if device == "cuda":
             comm.use_gpu()
-        found = backend_of_kind({"cpu": "numpy", "cuda": "cupy"}[device])
+        server = backend_of_kind({"cpu": "numpy", "cuda": "cupy"}[device])
     except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error
         why = f"--device {device}: {str(error) or repr(error)}"
     reasons = MPI.COMM_WORLD.allgather(why)
     if first := next(filter(None, reasons), None):
         raise Refused(f"rank {reasons.index(first)}: {first}")
-    assert found is not None, "a rank without a device has said so"
-    return found
+    assert server is not None, "a rank without a device has said so"
+    return server
 
 
 def check_output(path: Path | None) -> None:

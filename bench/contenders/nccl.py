@@ -81,7 +81,7 @@ class Nccl:
 
     def _call(self, case: Case, buffers: Buffers) -> Callable[[int], None]:
         """Return the call of a case, which takes a stream."""
-        x, y = (address(self._backend, each) for each in buffers[:2])
+        x, y = (address(self._backend, buffer) for buffer in buffers[:2])
         comm, root, block = self._comm, case.root, case.block
         kind, op = self._constant(case.dtype.name), self._constant(case.op)
         calls: dict[str, Callable[[int], None]] = {
@@ -137,9 +137,10 @@ def address(backend: Backend, x: Array | None) -> int:
 def messages(case: Case, x: int, y: int) -> tuple[list[_Message], list[_Message]]:
     """Return what this rank sends and receives; nothing to itself if the block is there already."""
     sends, receives = _blocks(case, x, case.num_in), _blocks(case, y, case.num_out)
-    is_there = {each for each in sends if each[0] == case.rank and each in receives}
-    left = ([each for each in group if each not in is_there] for group in (sends, receives))
-    return next(left), next(left)
+    is_there = {send for send in sends if send[0] == case.rank and send in receives}
+    return [send for send in sends if send not in is_there], [
+        receive for receive in receives if receive not in is_there
+    ]
 
 
 def _blocks(case: Case, start: int, number: int) -> list[_Message]:

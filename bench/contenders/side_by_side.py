@@ -44,19 +44,20 @@ def outcomes(
 
     The results of some runs of each, `checks`, are checked.  Contenders are freed.
     """
-    runs, attempts = [each.run for each in contenders], [each.attempt for each in contenders]
+    runs = [contender.run for contender in contenders]
+    attempts = [contender.attempt for contender in contenders]
     is_small, end = case.num_bytes < SMALL, case.backend.synchronize
     samples = raced(runs, attempts, buffers.x, is_small=is_small, effort=effort, end=end)
-    found = [Outcome(each, None) for each in samples]
+    results = [Outcome(timing, None) for timing in samples]
     if checks:
         check = Check(case)
-        found = [
-            checked(check, buffers, made, each, checks) if each is not None else FAILED
-            for made, each in zip(contenders, samples, strict=True)
+        results = [
+            checked(check, buffers, contender, timing, checks) if timing is not None else FAILED
+            for contender, timing in zip(contenders, samples, strict=True)
         ]
-    for made in contenders:
-        made.free()
-    return found
+    for contender in contenders:
+        contender.free()
+    return results
 
 
 def checked(

@@ -19,7 +19,7 @@ class Verdict(NamedTuple):
 
     check: str
     is_good: bool
-    found: str
+    remark: str
 
 
 def bandwidth(status: int, result: dict[str, Any]) -> Verdict:
@@ -27,7 +27,7 @@ def bandwidth(status: int, result: dict[str, Any]) -> Verdict:
     check = "all-reduce: every element right"
     if status or not result:
         return Verdict(check, False, f"exit status {status}, wrong: {result.get('wrong', '?')}")
-    ratios = [each["best_ratio"] for each in result["summary"]]
+    ratios = [case["best_ratio"] for case in result["summary"]]
     wins = f"faster than {result['mpi']} at {sum(r >= 1 for r in ratios)} of {len(ratios)} sizes"
     mean = times_faster(result["geometric_mean"]["best"])
     return Verdict(check, True, f"{wins}; geometric mean of native/best {mean}")
@@ -41,8 +41,8 @@ def traffic(
     if status or not result:
         return Verdict(check, False, f"exit status {status}")
     sent, reason = np.sum(result["traffic"]["matrix"]), result["traffic"]["not_observed"]
-    found = f"{sent} bytes" + (f"; not observed: {reason}" if reason else "")
-    return Verdict(check, not (is_watched and reason), found)
+    remark = f"{sent} bytes" + (f"; not observed: {reason}" if reason else "")
+    return Verdict(check, not (is_watched and reason), remark)
 
 
 def learning(result: dict[str, Any]) -> Verdict:
@@ -75,7 +75,7 @@ def jobs(statuses: Mapping[str, int]) -> Verdict:
 def table(verdicts: Sequence[Verdict]) -> Table:
     """Return the table of all verdicts, failures in red."""
     made = Table("check", "", "found")
-    for each in verdicts:
-        word = "ok" if each.is_good else "FAILED"
-        made.add(each.check, word, each.found, is_wrong=not each.is_good)
+    for verdict in verdicts:
+        word = "ok" if verdict.is_good else "FAILED"
+        made.add(verdict.check, word, verdict.remark, is_wrong=not verdict.is_good)
     return made

@@ -81,8 +81,8 @@ class Demo:
         """Train on 4 ranks with data parallelism, observed by MPI if it can."""
         self.jobs.title("Traffic of data-parallel training on 4 ranks")
         status, result = self.train("ddp", "float64", mpi_args=self.mpi_args)
-        found = [checks.traffic(status, result, is_watched=self.is_watched)]
-        return found if self.options.quick else [*found, checks.learning(result)]
+        verdicts = [checks.traffic(status, result, is_watched=self.is_watched)]
+        return verdicts if self.options.quick else [*verdicts, checks.learning(result)]
 
     def equality(self, dtype: str) -> Verdict:
         """Judge the losses of 4 ranks against those of one."""

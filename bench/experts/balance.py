@@ -52,7 +52,7 @@ def add_options(parse: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
     usual = Settings()
     about = "this one beside none; may be given several times; default: all"
-    names = [each.name for each in SCHEMES]
+    names = [scheme.name for scheme in SCHEMES]
     option(parse, "--only", about, action="append", choices=names, metavar="SCHEME")
     option(parse, "--steps", "of a run", default=usual.steps, **COUNT)
     about = "steps at the end that are reported"
@@ -85,18 +85,18 @@ def run(options: argparse.Namespace) -> int:
             imbalance, loss = done.measures.imbalance, done.measures.loss
             console.print(f"{scheme.name}, seed {seed}: imbalance {imbalance:.2f}, loss {loss:.4f}")
             runs.append(done)
-    found, title = summaries(runs), title_of(settings, options.seeds)
+    of_schemes, title = summaries(runs), title_of(settings, options.seeds)
     console.print(f"{title}\n")
-    table_of(found).print(console)
-    console.print("\n".join(verdict(found)))
+    table_of(of_schemes).print(console)
+    console.print("\n".join(verdict(of_schemes)))
     if options.svg is not None:
         options.svg.write_text(picture(runs, title))
     result = {
         "provenance": provenance(),
         "settings": settings._asdict(),
         "seeds": options.seeds,
-        "summaries": [each.as_dict() for each in found],
-        "runs": [each.as_dict() for each in runs],
+        "summaries": [summary.as_dict() for summary in of_schemes],
+        "runs": [run.as_dict() for run in runs],
     }
     write_json(result, options.json)
     return 0
@@ -104,9 +104,9 @@ def run(options: argparse.Namespace) -> int:
 
 def chosen(only: list[str] | None) -> list[Scheme]:
     """Return the schemes of these names, and those without balancing to compare them with."""
-    named = [each for each in SCHEMES if only is None or each.name in only]
-    wanted = {each.name for each in named} | {baseline(each.k) for each in named}
-    return [each for each in SCHEMES if each.name in wanted]
+    named = [scheme for scheme in SCHEMES if only is None or scheme.name in only]
+    wanted = {scheme.name for scheme in named} | {baseline(scheme.k) for scheme in named}
+    return [scheme for scheme in SCHEMES if scheme.name in wanted]
 
 
 def settings_of(options: argparse.Namespace) -> Settings:
@@ -126,13 +126,13 @@ def title_of(settings: Settings, num_seeds: int) -> str:
     )
 
 
-def table_of(found: list[Summary]) -> Table:
+def table_of(summaries: list[Summary]) -> Table:
     """Return a row for each scheme."""
     heads = ["k", *MEASURES, "beside none"]
     table = Table("scheme", *map(Number, heads), Number("loss beside none", "+.3f"))
-    for each in found:
-        better = f"{each.num_better} of {each.num_seeds} better"
-        table.add(each.name, each.k, *spreads(each), better, each.loss_beside)
+    for summary in summaries:
+        better = f"{summary.num_better} of {summary.num_seeds} better"
+        table.add(summary.name, summary.k, *spreads(summary), better, summary.loss_beside)
     return table
 
 
@@ -144,10 +144,10 @@ def spreads(summary: Summary) -> Iterator[str]:
         yield f"{middle} ({low}-{high})"
 
 
-def verdict(found: list[Summary]) -> Iterator[str]:
+def verdict(summaries: list[Summary]) -> Iterator[str]:
     """Yield which schemes are better balanced than none in all seeds, and which are not."""
-    others = [each for each in found if not each.is_baseline]
-    better = [each.name for each in others if each.is_better]
+    others = [summary for summary in summaries if not summary.is_baseline]
+    better = [summary.name for summary in others if summary.is_better]
     worse = [f"{x.name} ({x.num_better} of {x.num_seeds})" for x in others if not x.is_better]
     yield f"better balanced than none of the same k, in every seed: {', '.join(better) or 'no one'}"
     if worse:

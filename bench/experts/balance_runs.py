@@ -108,8 +108,8 @@ class Course(NamedTuple):
     @property
     def imbalance(self) -> list[float]:
         """The largest number of choices over the mean, of each step, the mean of all blocks."""
-        found: list[float] = largest(self.choices).tolist()
-        return found
+        ratios: list[float] = largest(self.choices).tolist()
+        return ratios
 
     def run(self, steps: int) -> Run:
         """Return what is kept of it: measures are on average over so many steps at the end."""
@@ -161,9 +161,9 @@ def largest(counts: np.ndarray[Any, np.dtype[np.int64]]) -> np.ndarray[Any, np.d
 
     `counts` are int64 (steps, blocks, experts).
     """
-    found: np.ndarray[Any, np.dtype[np.float64]]
-    found = (counts.max(axis=-1) / counts.mean(axis=-1)).mean(axis=-1)
-    return found
+    ratios: np.ndarray[Any, np.dtype[np.float64]]
+    ratios = (counts.max(axis=-1) / counts.mean(axis=-1)).mean(axis=-1)
+    return ratios
 
 
 def train(scheme: Scheme, seed: int, settings: Settings, data: text.Bytes) -> Course:
@@ -182,7 +182,7 @@ def train(scheme: Scheme, seed: int, settings: Settings, data: text.Bytes) -> Co
 
 def counted(routings: list[list[Routing]], what: str) -> np.ndarray[Any, np.dtype[np.int64]]:
     """Return what all routings say of each expert, int64 (steps, blocks, experts)."""
-    return np.array([[getattr(each, what) for each in row] for row in routings], np.int64)
+    return np.array([[getattr(routing, what) for routing in row] for row in routings], np.int64)
 
 
 def trainer_of(model: Model, seed: int, settings: Settings) -> Trainer:

@@ -42,19 +42,19 @@ class Summary(NamedTuple):
 
 def summaries(runs: list[Run]) -> list[Summary]:
     """Return a summary of each scheme; `runs` have those of the same seeds without balancing."""
-    found: dict[str, dict[int, Measures]] = {}
+    measures: dict[str, dict[int, Measures]] = {}
     for run in runs:
-        found.setdefault(run.scheme, {})[run.seed] = run.measures
+        measures.setdefault(run.scheme, {})[run.seed] = run.measures
     k_of = {run.scheme: run.k for run in runs}
-    return [summary(name, k, found[name], found[baseline(k)]) for name, k in k_of.items()]
+    return [summary(name, k, measures[name], measures[baseline(k)]) for name, k in k_of.items()]
 
 
 def summary(name: str, k: int, mine: dict[int, Measures], none: dict[int, Measures]) -> Summary:
     """Return the summary of a scheme, beside the same seeds without balancing."""
     columns = zip(*mine.values(), strict=True)
     spreads = {what: spread(values) for what, values in zip(MEASURES, columns, strict=True)}
-    is_less = [each.imbalance < none[seed].imbalance for seed, each in mine.items()]
-    beside = median(each.loss - none[seed].loss for seed, each in mine.items())
+    is_less = [measures.imbalance < none[seed].imbalance for seed, measures in mine.items()]
+    beside = median(measures.loss - none[seed].loss for seed, measures in mine.items())
     return Summary(name, k, spreads, sum(is_less), len(is_less), beside, mine is none)
 
 

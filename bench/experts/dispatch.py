@@ -25,7 +25,7 @@ import argparse
 from bench.commands.jobs import Jobs, starting_jobs
 from bench.commands.options import COUNT, add_jobs, add_output, option
 from bench.experts import dispatch_results
-from bench.experts.dispatch_results import RANKS, Found
+from bench.experts.dispatch_results import RANKS, JobResult
 from bench.provenance import provenance
 from collectives.console import Command, console_for, write_json
 
@@ -43,10 +43,10 @@ def add_options(parse: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure and print; return 0, or 1 if anything is wrong or not measured.  Raises Refused."""
     with starting_jobs(console_for(0, options), options) as jobs:
-        found = [on_ranks(jobs, ranks, options) for ranks in options.ranks or RANKS]
+        job_results = [on_ranks(jobs, ranks, options) for ranks in options.ranks or RANKS]
     jobs.title(f"Mixtures of experts, {jobs.mpi}")
-    goals = list(dispatch_results.goals(found))
-    jobs.show(dispatch_results.tables(found) | {"Goals": dispatch_results.goal_table(goals)})
+    goals = list(dispatch_results.goals(job_results))
+    jobs.show(dispatch_results.tables(job_results) | {"Goals": dispatch_results.goal_table(goals)})
     result = {
         "provenance": provenance(),
         "mpi": jobs.mpi,
@@ -57,11 +57,11 @@ def run(options: argparse.Namespace) -> int:
     return int(any(jobs.statuses.values()))
 
 
-def on_ranks(jobs: Jobs, ranks: int, options: argparse.Namespace) -> Found:
+def on_ranks(jobs: Jobs, ranks: int, options: argparse.Namespace) -> JobResult:
     """Return what the job on so many ranks finds."""
     words = ["-m", "bench.experts.dispatch_ranks", "--samples", str(options.samples)]
     words += ["--quick"] * options.quick
-    return Found.of(ranks, jobs.run(f"moe {ranks}", ranks, words)[1])
+    return JobResult.of(ranks, jobs.run(f"moe {ranks}", ranks, words)[1])
 
 
 COMMAND = Command("bench.experts.dispatch", __doc__, add_options, run)

@@ -116,16 +116,16 @@ class Ranks:
         effort = Effort(WARMUP, self.samples, SECONDS)
         num_steps = WARMUP + self.samples + 1  # the last is checked
         routings = [routed(gate, self.size, self.comm.rank, i) for i in range(num_steps)]
-        made = {key: Steps(each, self.x.copy(), routings) for key, each in forwards.items()}
-        found = times(list(made.values()), None, is_small=False, effort=effort)
-        for each in made.values():
-            each()
-        return dict(zip(forwards, found, strict=True)), made
+        made = {key: Steps(forward, self.x.copy(), routings) for key, forward in forwards.items()}
+        medians = times(list(made.values()), None, is_small=False, effort=effort)
+        for steps in made.values():
+            steps()
+        return dict(zip(forwards, medians, strict=True)), made
 
     def between(self, name: str) -> Bytes:
         """Return the bytes that are recorded between hosts in one forward pass."""
         gate, size = gate_of(name, self.size), self.size
-        found, host = {}, np.arange(self.comm.size) // HOSTS
+        between, host = {}, np.arange(self.comm.size) // HOSTS
         for dispatch, per_host in (("flat", None), ("hierarchical", HOSTS)):
             forward = forward_of(
                 dispatcher_of(dispatch, self.comm, gate, size, Copies, ranks_per_host=per_host)
@@ -134,8 +134,8 @@ class Ranks:
                 forward(self.x, routed(gate, size, self.comm.rank, 0))
             record = ledger.gather()
             if record is not None:
-                found[dispatch] = int(record.matrix()[host[:, None] != host].sum())
-        return Bytes(name, found)
+                between[dispatch] = int(record.matrix()[host[:, None] != host].sum())
+        return Bytes(name, between)
 
 
 COMMAND = Command("bench.experts.dispatch_ranks", __doc__, add_options, run)

@@ -60,7 +60,7 @@ class Bytes(NamedTuple):
         return self.between[FLAT] / self.between[HIERARCHICAL]
 
 
-class Found(NamedTuple):
+class JobResult(NamedTuple):
     """What a job has found on its number of ranks."""
 
     ranks: int
@@ -69,7 +69,7 @@ class Found(NamedTuple):
     hosts: list[Bytes]
 
     @classmethod
-    def of(cls, ranks: int, result: Mapping[str, Any]) -> Found:
+    def of(cls, ranks: int, result: Mapping[str, Any]) -> JobResult:
         """Return the JSON that the job wrote; nothing of a job that failed."""
         return cls(
             ranks,
@@ -92,9 +92,9 @@ class Goal(NamedTuple):
         return self.found > self.least
 
 
-def goals(found: Iterable[Found]) -> Iterator[Goal]:
+def goals(jobs: Iterable[JobResult]) -> Iterator[Goal]:
     """Yield what is demanded: with one expert for each token, no fewer bytes between hosts."""
-    for job in found:
+    for job in jobs:
         on = f"on {job.ranks} ranks"
         for case in job.dispatched:
             yield Goal(f"{case.gate} {on}: {THEIRS} / ours", FASTER, case.ratio)
@@ -105,21 +105,21 @@ def goals(found: Iterable[Found]) -> Iterator[Goal]:
                 yield Goal(f"{sent.gate} {on}: bytes, {FLAT} / {HIERARCHICAL}", 1.0, sent.ratio)
 
 
-def tables(found: Sequence[Found]) -> dict[str, Table]:
+def tables(jobs: Sequence[JobResult]) -> dict[str, Table]:
     """Return the tables of what was measured by their titles, in ms or bytes."""
     columns = {"gate": "", "ranks": "d"}
     times, ratio = dict.fromkeys((THEIRS, OURS), ".2f"), {"ratio": ".2f"}
     dispatched = table(**columns, **times, **ratio, cores=".2f", wrong="d")
     sliced = table(**columns, **dict.fromkeys((f"parts {n}" for n in PARTS), ".2f"), **ratio)
     hosts = table(**columns, **dict.fromkeys((FLAT, HIERARCHICAL), "d"), **ratio)
-    for job in found:
+    for job in jobs:
         for case in job.dispatched:
             taken = (1e3 * case.seconds[name] for name in (THEIRS, OURS))
             wrong = sum(case.wrong.values())
             dispatched.add(case.gate, job.ranks, *taken, case.ratio, case.cores, wrong)
-        for each in job.sliced:
-            taken = (1e3 * seconds for seconds in each.seconds.values())
-            sliced.add(each.gate, job.ranks, *taken, each.ratio)
+        for sliced_case in job.sliced:
+            taken = (1e3 * seconds for seconds in sliced_case.seconds.values())
+            sliced.add(sliced_case.gate, job.ranks, *taken, sliced_case.ratio)
         for sent in job.hosts:
             between = (sent.between[way] for way in (FLAT, HIERARCHICAL))
             hosts.add(sent.gate, job.ranks, *between, sent.ratio)
@@ -139,10 +139,10 @@ def table(**forms: str) -> Table:
     return Table(*(Number(head, form) if form else head for head, form in forms.items()))
 
 
-def goal_table(found: Iterable[Goal]) -> Table:
+def goal_table(goals: Iterable[Goal]) -> Table:
     """Return a line for each goal; those missed in red."""
     made = table(goal="", **{"more than": ".2f", "found": ".2f"}, verdict="")
-    for each in found:
-        verdict = "met" if each.is_met else "missed"
-        made.add(each.what, each.least, each.found, verdict, is_wrong=not each.is_met)
+    for goal in goals:
+        verdict = "met" if goal.is_met else "missed"
+        made.add(goal.what, goal.least, goal.found, verdict, is_wrong=not goal.is_met)
     return made

@@ -50,8 +50,8 @@ def routed(gate: Gate, size: Size, rank: int, step: int) -> Routed:
     """Return the routing of a rank's tokens in a step, by random logits."""
     random = np.random.default_rng((step, rank))
     logits = random.standard_normal((size.tokens, gate.num_experts))
-    found = gate.forward(logits, [random], num_groups=1)
-    return Routed(found.routing, found.weights.astype(FP32))
+    gated = gate.forward(logits, [random], num_groups=1)
+    return Routed(gated.routing, gated.weights.astype(FP32))
 
 
 class Steps:
@@ -75,9 +75,6 @@ def num_wrong(steps: Steps) -> int:
     factors = np.bincount(routing.token[kept], weights[kept], minlength=len(steps.x))
     wanted = factors[:, None] * steps.x
     return int(np.count_nonzero(~np.isclose(steps.result, wanted, rtol=0, atol=TOLERANCE)))
-
-
-# Ours
 
 
 class Copies(Experts):
@@ -132,9 +129,6 @@ def forward_of(dispatcher: Dispatcher) -> Forward:
     return forward
 
 
-# mpi4py's
-
-
 class Alltoallv:
     """The same with mpi4py's Alltoallv and NumPy's indexing, as a program would write it.
 
@@ -153,7 +147,7 @@ class Alltoallv:
         load = np.bincount(routing.expert[kept], minlength=self.num_experts)
         arriving = np.empty((size, self.num_experts // size), load.dtype)
         self.world.Alltoall(load, arriving)
-        sent, received = (dim * each.reshape(size, -1).sum(axis=1) for each in (load, arriving))
+        sent, received = (dim * counts.reshape(size, -1).sum(axis=1) for counts in (load, arriving))
 
         leaving = np.take(x, routing.token[by_expert], axis=0)
         rows = np.empty((arriving.sum(), dim), x.dtype)

@@ -132,9 +132,9 @@ def quit_daemon(
 def wait_until(is_over: Callable[[], bool], seconds: float) -> bool:
     """Wait until something is over, or the seconds are; return whether it is."""
     deadline = time.monotonic() + seconds
-    while not (found := is_over()) and time.monotonic() < deadline:
+    while not (over := is_over()) and time.monotonic() < deadline:
         time.sleep(_POLL)
-    return found
+    return over
 
 
 def tell(control: str, environment: Mapping[str, str], word: str) -> str:

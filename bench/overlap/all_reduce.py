@@ -63,13 +63,13 @@ def measured(comm: Communicator, options: argparse.Namespace) -> int:
     num_elements = whole_blocks(options.size, FP32.itemsize, num_blocks=1)
     case = Case("all_reduce", comm.rank, comm.size, num_elements, FP32)
     ways = every_way(comm, case, options.beside or [Product.name])
-    found = overlaps_of(case, ways, options.samples)
+    overlaps = overlaps_of(case, ways, options.samples)
     facts = {"mpi": world.mpi_version(), "ranks": comm.size, "size": case.num_bytes}
     facts |= {"amounts": {way.other.name: way.other.amount for way in ways}, **cores()}
-    show(facts, found, console_for(comm.rank, options))
+    show(facts, overlaps, console_for(comm.rank, options))
     if comm.rank == 0:
-        write_json(facts | {"ways": [each.as_dict() for each in found]}, options.json)
-    return int(any(each.wrong for each in found))
+        write_json(facts | {"ways": [overlap.as_dict() for overlap in overlaps]}, options.json)
+    return int(any(overlap.wrong for overlap in overlaps))
 
 
 def every_way(comm: Communicator, case: Case, beside: list[str]) -> list[Way]:
@@ -79,10 +79,10 @@ def every_way(comm: Communicator, case: Case, beside: list[str]) -> list[Way]:
     others = [matching(KINDS[name], comm, buffers) for name in dict.fromkeys(beside)]
     comms = {None: comm, "thread": collectives.world(progress="thread")}
     return [
-        Way(progress, each, buffers, other, slices)
+        Way(progress, way_comm, buffers, other, slices)
         for other in others
         for slices in (1, SLICES)
-        for progress, each in comms.items()
+        for progress, way_comm in comms.items()
     ]
 
 
@@ -90,8 +90,8 @@ def overlaps_of(case: Case, ways: list[Way], samples: int) -> list[Overlap]:
     """Measure all ways side by side."""
     effort = Effort(TRIAL.warmup, samples, MAX_SECONDS)
     made = [contender for way in ways for contender in way.contenders()]
-    found = iter(outcomes(case, ways[0].buffers, made, effort))
-    return [way.overlap([next(found) for _ in way.contenders()]) for way in ways]
+    results = iter(outcomes(case, ways[0].buffers, made, effort))
+    return [way.overlap([next(results) for _ in way.contenders()]) for way in ways]
 
 
 class Way(NamedTuple):
@@ -128,10 +128,10 @@ class Way(NamedTuple):
         self.other.run(self.slices, work.test)
         work.wait()
 
-    def overlap(self, found: list[Outcome]) -> Overlap:
+    def overlap(self, results: list[Outcome]) -> Overlap:
         """Return what came of the contenders."""
-        all_reduce, other, in_turn, at_once = (outcome.seconds for outcome in found)
-        wrong = sum(outcome.wrong or 0 for outcome in found)
+        all_reduce, other, in_turn, at_once = (result.seconds for result in results)
+        wrong = sum(result.wrong or 0 for result in results)
         way = self.other.name, self.progress, self.slices
         return Overlap(*way, all_reduce, other, in_turn, at_once, wrong)
 
@@ -153,9 +153,9 @@ def cores() -> dict[str, int]:
     is_known = hasattr(os, "sched_getaffinity")
     mine = os.sched_getaffinity(0) if is_known else set(range(os.cpu_count() or 1))
     host = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED)
-    found = {"cores": len(set.union(*host.allgather(mine))), "ranks_per_host": host.size}
+    counts = {"cores": len(set.union(*host.allgather(mine))), "ranks_per_host": host.size}
     host.Free()
-    return found
+    return counts
 
 
 COMMAND = Command("bench.overlap.all_reduce", __doc__, add_options, run)

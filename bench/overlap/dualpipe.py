@@ -62,7 +62,7 @@ def measured(comm: Communicator, options: argparse.Namespace) -> int:
     if options.delay:
         Step.wait = delayed_wait(1e-3 * options.delay)  # type: ignore[method-assign, assignment]
     times = times_of(comm, trainer, options)
-    medians = {name: float(np.median(each)) for name, each in times.items()}
+    medians = {name: float(np.median(seconds)) for name, seconds in times.items()}
     slots = len({action.slot for action in trainer.actions} - {None})
     console, mpi = console_for(comm.rank, options), world.mpi_version()
     console.print(
@@ -106,9 +106,9 @@ def times_of(
 ) -> dict[str, list[float]]:
     """Return the seconds of the steps of each kind, of the slowest rank."""
     data, rows = text.load(), comm.size // 2 * MICRO_BATCHES
-    found: dict[str, list[float]] = {name: [] for name in KINDS}
+    seconds_by_kind: dict[str, list[float]] = {name: [] for name in KINDS}
     step = 0
-    while min(map(len, found.values())) < options.samples + WARM_UP:
+    while min(map(len, seconds_by_kind.values())) < options.samples + WARM_UP:
         for name, takes_turns in KINDS.items():
             trainer.takes_turns = takes_turns
             part, parts = trainer.batch_part
@@ -119,9 +119,9 @@ def times_of(
             trainer.step(*batch, rows * options.context)
             seconds = comm.all_reduce(np.array([time.perf_counter() - began]), op="max")
             if not trainer.overlap.is_reference:  # in which there are no turns
-                found[name].append(float(seconds[0]))
+                seconds_by_kind[name].append(float(seconds[0]))
             step += 1
-    return {name: each[WARM_UP:] for name, each in found.items()}
+    return {name: seconds[WARM_UP:] for name, seconds in seconds_by_kind.items()}
 
 
 def delayed_wait(seconds: float) -> Callable[[Step, Callable[[], Array]], Array]:

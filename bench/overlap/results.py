@@ -52,7 +52,7 @@ def overlaps(result: Mapping[str, Any]) -> list[Overlap]:
     return [Overlap(**{name: way[name] for name in Overlap._fields}) for way in ways]
 
 
-def show(facts: Mapping[str, Any], found: Sequence[Overlap], console: Console) -> None:
+def show(facts: Mapping[str, Any], measured: Sequence[Overlap], console: Console) -> None:
     """Print what was measured, what there was to run on, and the table."""
     others = [f"{KINDS[name].words} {amount}" for name, amount in facts["amounts"].items()]
     console.print(
@@ -62,9 +62,9 @@ def show(facts: Mapping[str, Any], found: Sequence[Overlap], console: Console) -
     console.print(cores_in_words(facts["cores"], facts["ranks_per_host"]))
     times = [Number(f"{what} ms", ".2f") for what in ("all-reduce", "beside", "in turn", "at once")]
     table = Table("who lets it go on", "beside", *times, Number("hidden", ".0%"))
-    for each in found:
-        seconds = (each.all_reduce, each.other, each.in_turn, each.at_once)
-        table.add(each.who, each.what, *(1e3 * taken for taken in seconds), each.hidden)
+    for overlap in measured:
+        seconds = (overlap.all_reduce, overlap.other, overlap.in_turn, overlap.at_once)
+        table.add(overlap.who, overlap.what, *(1e3 * taken for taken in seconds), overlap.hidden)
     table.print(console)
 
 

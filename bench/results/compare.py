@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
     with refusing():
         compared = changes(options.before, options.after)
     changed = sorted((c for c in compared if c.is_beyond_noise), key=lambda c: -c.slowdown)
-    slower = sum(each.slowdown > 0 for each in changed)
+    slower = sum(change.slowdown > 0 for change in changed)
     console = console_for(0, options)
     if changed:
         console.print(common(changed))
@@ -103,20 +103,19 @@ def run(options: argparse.Namespace) -> int:
         f"{slower} slower, {len(changed) - slower} faster",
         soft_wrap=True,
     )
-    write_json(
-        {"compared": len(compared), "changed": [each.as_dict() for each in changed]}, options.json
-    )
-    return int(any(is_regression(each, options.fail_on_regression) for each in compared))
+    dicts = [change.as_dict() for change in changed]
+    write_json({"compared": len(compared), "changed": dicts}, options.json)
+    return int(any(is_regression(change, options.fail_on_regression) for change in compared))
 
 
 def changes(before: Result, after: Result) -> list[Change]:
     """Return everything that both have measured.  ValueError if it cannot be compared."""
     for name in SAME:
-        one, other = (each.facts.get(name) for each in (before, after))
+        one, other = (result.facts.get(name) for result in (before, after))
         if one != other:
             a, b = f"{name} {shown(one)}", f"{name} {shown(other)}"
             raise ValueError(f"{before.path} has {a}, {after.path} has {b}")
-    both = [key for key in before.found if key in after.found]
+    both = [key for key in before.measurements if key in after.measurements]
     if not both:
         raise ValueError(f"{before.path} and {after.path} have measured nothing in common")
     return [change(key, before, after) for key in both]
@@ -124,35 +123,39 @@ def changes(before: Result, after: Result) -> list[Change]:
 
 def change(key: Key, before: Result, after: Result) -> Change:
     """Return one measurement, with the noise of both results."""
-    a, b = before.found[key], after.found[key]
+    a, b = before.measurements[key], after.measurements[key]
     noise = max(FLOOR, a.noise, b.noise, a.spread + b.spread)
     return Change(key, a.seconds, b.seconds, noise)
 
 
-def is_regression(each: Change, allowed: float | None) -> bool:
+def is_regression(change: Change, allowed: float | None) -> bool:
     """Return whether it is slower by more than the noise and than what is allowed; None: all is."""
-    return allowed is not None and each.is_beyond_noise and each.slowdown > allowed
+    return allowed is not None and change.is_beyond_noise and change.slowdown > allowed
 
 
 def table(changed: Sequence[Change]) -> Table:
     """Return a line for each change; what all have in common is not in it."""
-    differing = [name for name in WORDS if len({getattr(each.key, name) for each in changed}) > 1]
+    differing = [name for name in WORDS if len(values_of(name, changed)) > 1]
     times = [Number(f"{when} us", ".2f") for when in ("before", "after")]
     numbers = (Number("size"), *times, Number("change", "+.1%"), Number("noise", ".1%"))
     made = Table(*[WORDS[name] for name in differing] or ["contender"], *numbers)
-    for each in changed:
-        words = [str(getattr(each.key, name)) for name in differing] or [each.key.name]
-        seconds = (us(each.before), us(each.after))
-        cells = (sizes.text(each.key.size), *seconds, each.slowdown, each.noise)
-        made.add(*words, *cells, is_wrong=each.slowdown > 0)
+    for change in changed:
+        words = [str(getattr(change.key, name)) for name in differing] or [change.key.name]
+        seconds = (us(change.before), us(change.after))
+        cells = (sizes.text(change.key.size), *seconds, change.slowdown, change.noise)
+        made.add(*words, *cells, is_wrong=change.slowdown > 0)
     return made
 
 
 def common(changed: Sequence[Change]) -> str:
     """Return what all changes have in common, such as "all_reduce, float32"."""
-    values = {name: {str(getattr(each.key, name)) for each in changed} for name in WORDS}
-    shared = (next(iter(each)) for each in values.values() if len(each) == 1)
+    shared = (values.pop() for name in WORDS if len(values := values_of(name, changed)) == 1)
     return ", ".join(value for value in shared if value not in ("none", "-1"))
+
+
+def values_of(name: str, changed: Sequence[Change]) -> set[str]:
+    """Return the values of a field in the keys of all changes."""
+    return {str(getattr(change.key, name)) for change in changed}
 
 
 COMMAND = Command("bench.results.compare", __doc__, add_options, run)

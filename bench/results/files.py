@@ -35,7 +35,7 @@ class Result(NamedTuple):
 
     path: Path
     facts: dict[str, Any]
-    found: dict[Key, Measurement]
+    measurements: dict[Key, Measurement]
 
 
 def result(text: str) -> Result:
@@ -43,35 +43,35 @@ def result(text: str) -> Result:
     path = Path(text)
     try:
         read = fields(json.loads(path.read_bytes()), "the file")
-        facts, found = _facts_and_found(read)
-        _check_printable([*chain(*facts.items(), *found)])
+        facts, measurements = _facts_and_measurements(read)
+        _check_printable([*chain(*facts.items(), *measurements)])
     except (OSError, ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(
             f"{path} was not written by python -m bench COLLECTIVE -J ({error})"
         ) from None
-    return Result(path, facts, found)
+    return Result(path, facts, measurements)
 
 
-def _facts_and_found(read: dict[str, Any]) -> tuple[dict[str, Any], dict[Key, Measurement]]:
+def _facts_and_measurements(read: dict[str, Any]) -> tuple[dict[str, Any], dict[Key, Measurement]]:
     """Return how it was measured, and what.  Raises ValueError, with the place of an error."""
     rows = read.pop("rows", None)
     if not isinstance(rows, list):
         raise ValueError("rows must be a list")
     if missing := {"ranks", "mpi"} - set(read):
         raise ValueError(f"there is no field {min(missing)!r}")
-    found = {
+    measurements = {
         key: value
         for number, row in enumerate(rows)
         for key, value in _measurements(row, f"rows[{number}]")
     }
-    return read, found
+    return read, measurements
 
 
 def _check_printable(values: Iterable[object]) -> None:
     """Raise ValueError for characters with which a file could control a terminal."""
-    for each in values:
-        if not str(each).isprintable():
-            raise ValueError(f"{str(each)!r} cannot be printed")
+    for value in values:
+        if not str(value).isprintable():
+            raise ValueError(f"{str(value)!r} cannot be printed")
 
 
 def _measurements(value: object, place: str) -> list[tuple[Key, Measurement]]:
@@ -91,13 +91,13 @@ def _measurements(value: object, place: str) -> list[tuple[Key, Measurement]]:
 
 
 def _measurement(value: object, place: str) -> Measurement:
-    found = fields(value, place, Measurement._fields)
-    for name, each in found.items():
-        if each is None and name in _OPTIONAL:
+    numbers = fields(value, place, Measurement._fields)
+    for name, number in numbers.items():
+        if number is None and name in _OPTIONAL:
             continue
-        is_number = isinstance(each, (int, float)) and not isinstance(each, bool)
-        if not is_number or not 0 <= each <= sys.float_info.max:
-            raise ValueError(f"{place}.{name} must be a number of at least 0, not {shown(each)}")
-    if not found["seconds"]:
+        is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+        if not is_number or not 0 <= number <= sys.float_info.max:
+            raise ValueError(f"{place}.{name} must be a number of at least 0, not {shown(number)}")
+    if not numbers["seconds"]:
         raise ValueError(f"{place}.seconds must be more than 0")
-    return Measurement(**found)
+    return Measurement(**numbers)

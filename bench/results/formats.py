@@ -66,24 +66,24 @@ def line(row: Row) -> str:
     case, more = row.case, _more_format(row.case.backend.is_host)
     head = _CASE.format(case.num_bytes, case.num_elements, case.dtype.name, *op_and_root(case))
     forms = [row.out_of_place, row.in_place]
-    numbers = "".join([*map(_times, forms), *(more.format(*_more(found)) for found in forms)])
+    numbers = "".join([*map(_times, forms), *(more.format(*_more(form)) for form in forms)])
     return f"{head}{numbers}  {row.label}"
 
 
-def _times(found: Measurement | None) -> str:
-    if found is None:
+def _times(measurement: Measurement | None) -> str:
+    if measurement is None:
         return _TIMES.format(*"-" * 4)
-    wrong = "N/A" if found.wrong is None else found.wrong
-    rates = fitted(found.algbw, 6), fitted(found.busbw, 6)
-    return _TIMES.format(fitted(found.seconds * 1e6, 7), *rates, wrong)
+    wrong = "N/A" if measurement.wrong is None else measurement.wrong
+    rates = fitted(measurement.algbw, 6), fitted(measurement.busbw, 6)
+    return _TIMES.format(fitted(measurement.seconds * 1e6, 7), *rates, wrong)
 
 
-def _more(found: Measurement | None) -> list[str]:
-    if found is None:
+def _more(measurement: Measurement | None) -> list[str]:
+    if measurement is None:
         return ["-"] * 3
-    port = "-" if found.portbw is None else fitted(found.portbw, 6)
-    share = "-" if found.of_copy is None else percent(found.of_copy)
-    return [percent(found.spread), port, share]
+    port = "-" if measurement.portbw is None else fitted(measurement.portbw, 6)
+    share = "-" if measurement.of_copy is None else percent(measurement.of_copy)
+    return [percent(measurement.spread), port, share]
 
 
 def fitted(value: float, width: int) -> str:
@@ -148,10 +148,10 @@ def _osu_size(case: Case) -> int:
     return case.num_bytes // case.size if is_block else case.num_bytes
 
 
-def _osu_cells(found: Measurement, is_full: bool) -> str:
-    seconds = [found.mean, *([found.fastest, found.slowest] if is_full else [])]
-    cells = "".join(f"{each * 1e6:>18.2f}" for each in seconds)
-    return cells + (f"{found.samples:>12}" if is_full else "")
+def _osu_cells(measurement: Measurement, is_full: bool) -> str:
+    seconds = [measurement.mean, *([measurement.fastest, measurement.slowest] if is_full else [])]
+    cells = "".join(f"{taken * 1e6:>18.2f}" for taken in seconds)
+    return cells + (f"{measurement.samples:>12}" if is_full else "")
 
 
 # CSV: a line for each contender and form.

@@ -50,9 +50,9 @@ class Row(NamedTuple):
     @property
     def first(self) -> Measurement:
         """The form that goes into the summary: out of place, where there is such a form."""
-        found = self.out_of_place or self.in_place
-        assert found is not None, "a row has at least one form"
-        return found
+        form = self.out_of_place or self.in_place
+        assert form is not None, "a row has at least one form"
+        return form
 
     @property
     def wrong(self) -> int:
@@ -173,5 +173,5 @@ def row_dict(row: Row) -> dict[str, Any]:
         "root": root,
         "name": row.name,
         "algorithm": row.algorithm,
-        **{name: found and found._asdict() for name, found in forms.items()},
+        **{name: measurement and measurement._asdict() for name, measurement in forms.items()},
     }

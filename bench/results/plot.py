@@ -70,14 +70,14 @@ def grouped(read: Result, form: str | None) -> Groups:
     groups: dict[str, dict[str, list[tuple[int, Measurement]]]] = {}
     for key in drawn(read, form):
         lines = groups.setdefault(title_of(key, read.facts), {})
-        lines.setdefault(key.name, []).append((key.size, read.found[key]))
+        lines.setdefault(key.name, []).append((key.size, read.measurements[key]))
     return groups
 
 
 def drawn(read: Result, form: str | None) -> Iterator[Key]:
     """Yield the keys of a form, or else of out of place, or in place where there is no other."""
-    for key in read.found:
-        is_first = key.form == FORMS[0] or key._replace(form=FORMS[0]) not in read.found
+    for key in read.measurements:
+        is_first = key.form == FORMS[0] or key._replace(form=FORMS[0]) not in read.measurements
         if key.collective != "barrier" and (is_first if form is None else key.form == form):
             yield key
 
@@ -112,7 +112,7 @@ def _panel(axes: Any, lines: Lines, what: str, values: Any) -> None:
     """Draw lines over sizes, both on logarithmic scales."""
     for style, points in zip(styles(list(lines)), lines.values(), strict=True):
         x = [size for size, _ in points]
-        low, median, high = zip(*(values(found) for _, found in points), strict=True)
+        low, median, high = zip(*(values(measurement) for _, measurement in points), strict=True)
         axes.plot(x, median, **style)
         axes.fill_between(x, low, high, color=style["color"], alpha=0.12, linewidth=0)
     axes.set_xscale("log", base=2)
@@ -141,16 +141,15 @@ def styles(names: Sequence[str]) -> Iterator[dict[str, Any]]:
             }
 
 
-def microseconds(found: Measurement) -> tuple[float, float, float]:
+def microseconds(measurement: Measurement) -> tuple[float, float, float]:
     """Return the lower quartile, the median and the upper quartile."""
-    low, median, high = (seconds * 1e6 for seconds in (found.low, found.seconds, found.high))
-    return low, median, high
+    return measurement.low * 1e6, measurement.seconds * 1e6, measurement.high * 1e6
 
 
-def bandwidths(found: Measurement) -> tuple[float, float, float]:
+def bandwidths(measurement: Measurement) -> tuple[float, float, float]:
     """Return bus bandwidths at the upper quartile of the times, the median and the lower one."""
-    at_median = found.busbw
-    return at_median * found.seconds / found.high, at_median, at_median * found.seconds / found.low
+    at_median, median = measurement.busbw, measurement.seconds
+    return at_median * median / measurement.high, at_median, at_median * median / measurement.low
 
 
 COMMAND = Command("bench.results.plot", __doc__, add_options, run)

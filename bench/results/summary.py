@@ -70,7 +70,7 @@ def mean_ratio(ratios: Iterable[float | None]) -> float | None:
     return geometric_mean(known) if known else None
 
 
-def summary_table(found: Sequence[Summary]) -> Table:
+def summary_table(cases: Sequence[Summary]) -> Table:
     """Return times in us, and how many times faster than the other's call ours are."""
     table = Table(
         "collective",
@@ -82,12 +82,12 @@ def summary_table(found: Sequence[Summary]) -> Table:
         "best algorithm",
         "other",
     )
-    for each in found:
-        times = (us(each.other_seconds), us(each.best_seconds))
-        ratios = (each.best_ratio or "-", us(each.call), each.call_ratio or "-")
-        table.add(each.collective, each.size, *times, *ratios, each.best or "-", each.other or "-")
+    for case in cases:
+        times = (us(case.other_seconds), us(case.best_seconds))
+        ratios = (case.best_ratio or "-", us(case.call), case.call_ratio or "-")
+        table.add(case.collective, case.size, *times, *ratios, case.best or "-", case.other or "-")
     best, call = (
-        mean_ratio(getattr(e, f"{name}_ratio") for e in found) for name in ("best", "call")
+        mean_ratio(getattr(case, f"{name}_ratio") for case in cases) for name in ("best", "call")
     )
     table.add("geom. mean", None, None, None, best or "-", None, call or "-", "", "")
     return table
@@ -95,9 +95,9 @@ def summary_table(found: Sequence[Summary]) -> Table:
 
 def noise(rows: Sequence[Row]) -> str:
     """Return the noise of the machine in a sentence: who was measured twice differs from itself."""
-    found = {(row.case, form): m for row in rows for form, m in _forms(row)}
-    case, form = max(found, key=lambda key: found[key].noise)
-    worst, usual = found[case, form].noise, median(m.noise for m in found.values())
+    measurements = {(row.case, form): m for row in rows for form, m in _forms(row)}
+    case, form = max(measurements, key=lambda key: measurements[key].noise)
+    worst, usual = measurements[case, form].noise, median(m.noise for m in measurements.values())
     where = f" ({case.collective}, {sizes.text(case.num_bytes)})" if case.num_bytes else ""
     return (
         f"# Noise: {rows[0].label}, measured twice in each case, differs from itself by "
@@ -106,24 +106,25 @@ def noise(rows: Sequence[Row]) -> str:
 
 
 def _forms(row: Row) -> list[tuple[str, Measurement]]:
-    return [(name, found) for name in FORMS if (found := getattr(row, name)) is not None]
+    forms = ((name, getattr(row, name)) for name in FORMS)
+    return [(name, measurement) for name, measurement in forms if measurement is not None]
 
 
 def average_busbw(rows: Iterable[Row]) -> float:
     """Return the mean bus bandwidth of all that is ours, in both forms."""
     ours = (row for row in rows if row.name not in (*RIVALS, *REFERENCES))
-    found = [m.busbw for row in ours for _, m in _forms(row)]
-    return sum(found) / len(found) if found else 0.0
+    rates = [m.busbw for row in ours for _, m in _forms(row)]
+    return sum(rates) / len(rates) if rates else 0.0
 
 
 def as_dict(rows: Sequence[Row]) -> dict[str, Any]:
     """Return rows and summary for JSON."""
-    found = summaries(rows)
+    cases = summaries(rows)
     return {
         "rows": [row_dict(row) for row in rows],
-        "summary": [each.as_dict() for each in found],
+        "summary": [case.as_dict() for case in cases],
         "geometric_mean": {
-            name: mean_ratio(getattr(each, f"{name}_ratio") for each in found)
+            name: mean_ratio(getattr(case, f"{name}_ratio") for case in cases)
             for name in ("best", "call")
         },
         "wrong": sum(row.wrong for row in rows),

@@ -59,14 +59,14 @@ def run(options: argparse.Namespace) -> int:
         start = {} if is_left_out(START, options) else start_times(jobs, is_quick=options.quick)
     cores, times = os.cpu_count() or 1, times_of(jobs.results)
     wanted = goals.goals(is_quick=options.quick)
-    found = [goals.finding(goal, times, reasons, cores) for goal in wanted]
+    findings = [goals.finding(goal, times, reasons, cores) for goal in wanted]
     jobs.title(f"Speed, measured in {time.perf_counter() - began:.0f} s")
-    tables.show(found, times, start, jobs)
+    tables.show(findings, times, start, jobs)
     limit = tables.limit_of(times)
     result = {
         "mpi": jobs.mpi,
         "provenance": provenance(),
-        "goals": [goals.as_dict(each) for each in found],
+        "goals": [goals.as_dict(finding) for finding in findings],
         "limit": None if limit is None else limit.as_dict(),
         "start": start,
         "jobs": jobs.results,
@@ -117,18 +117,18 @@ def failure(status: int, result: Mapping[str, Any]) -> str:
 def start_times(jobs: Jobs, *, is_quick: bool) -> dict[str, dict[str, float]]:
     """Return median seconds of imports in fresh processes, and of first calls in fresh jobs."""
     num_imports, num_jobs = (1, 1) if is_quick else (first_call.IMPORTS, first_call.JOBS)
-    found = {"1 process": first_call.imports(num_imports)}
+    medians = {"1 process": first_call.imports(num_imports)}
     for ranks in first_call.RANKS:
         names = [f"{START} {ranks} {number}" for number in range(num_jobs)]
         times = [jobs.run(name, ranks, ["-m", "bench.speed.first_call"])[1] for name in names]
         if all(times):
-            found[f"{ranks} rank" + "s" * (ranks > 1)] = first_call.medians(times)
-    return found
+            medians[f"{ranks} rank" + "s" * (ranks > 1)] = first_call.medians(times)
+    return medians
 
 
 def times_of(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str, int], Timed]:
     """Return every case of every job."""
-    found = {
+    timed_cases = {
         (job, case["collective"], case["size"]): Timed(**case)
         for job, result in results.items()
         for case in result.get("cases", [])
@@ -137,8 +137,8 @@ def times_of(results: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str, i
     for way in overlaps(overlapped):
         if way.progress == "thread" and way.slices == 1:
             timed = of_way(way, overlapped["size"])
-            found[OVERLAP, way.beside, timed.size] = timed
-    return found
+            timed_cases[OVERLAP, way.beside, timed.size] = timed
+    return timed_cases
 
 
 def of_way(way: Overlap, size: int) -> Timed:

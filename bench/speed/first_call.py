@@ -36,8 +36,8 @@ print(middle - begin, time.perf_counter() - begin)
 
 def imports(count: int) -> dict[str, float]:
     """Return median seconds to import the library, and NumPy in it, in so many processes."""
-    found = [_import() for _ in range(count + 1)][1:]  # the first one fills the caches
-    numpy, library = (median(column) for column in zip(*found, strict=True))
+    seconds = [_import() for _ in range(count + 1)][1:]  # the first one fills the caches
+    numpy, library = (median(column) for column in zip(*seconds, strict=True))
     return {"import collectives": library, "of which NumPy": numpy}
 
 
@@ -49,18 +49,18 @@ def _import() -> list[float]:
     return [float(word) for word in done.stdout.split()]
 
 
-def medians(found: list[dict[str, float]]) -> dict[str, float]:
+def medians(jobs: list[dict[str, float]]) -> dict[str, float]:
     """Return the median of each time over jobs."""
-    return {name: median(each[name] for each in found) for name in found[0]}
+    return {name: median(job[name] for job in jobs) for name in jobs[0]}
 
 
 def run(options: argparse.Namespace) -> int:
     """Time the first calls of this job; return 0."""
-    found = first_calls()
+    calls = first_calls()
     from mpi4py import MPI  # noqa: PLC0415 - when MPI starts is what is measured
 
     world = MPI.COMM_WORLD
-    slowest = {name: world.allreduce(seconds, MPI.MAX) for name, seconds in found.items()}
+    slowest = {name: world.allreduce(seconds, MPI.MAX) for name, seconds in calls.items()}
     if world.rank == 0:
         write_json(slowest, options.json)
     return 0
@@ -77,13 +77,13 @@ def first_calls() -> dict[str, float]:
 
     x = np.ones(SIZE // 4, np.float32)
     y = np.empty_like(x)
-    found = {"world(), with the start of MPI": middle - begin}
+    calls = {"world(), with the start of MPI": middle - begin}
     for name in ("first all-reduce", "second all-reduce", "third all-reduce"):
         MPI.COMM_WORLD.Barrier()
         begin = time.perf_counter()
         comm.all_reduce(x, out=y)
-        found[name] = time.perf_counter() - begin
-    return found
+        calls[name] = time.perf_counter() - begin
+    return calls
 
 
 def add_options(parse: argparse.ArgumentParser) -> None:

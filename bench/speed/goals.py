@@ -158,17 +158,14 @@ def goals(*, is_quick: bool = False) -> list[Goal]:
     return [goal._replace(sizes=sorted(pair)) for goal, pair in zip(GOALS, ends, strict=True)]
 
 
-# What must be timed for them
-
-
 def cases(wanted: Sequence[Goal], job: str) -> dict[tuple[str, int], list[str]]:
     """Return what a job must time: the contenders for each collective and size."""
-    found: dict[tuple[str, int], list[str]] = {}
+    contenders: dict[tuple[str, int], list[str]] = {}
     for goal in wanted:
         for size in goal.sizes if goal.job == job else ():
-            names = found.setdefault((goal.collective, size), always(job, goal.collective))
+            names = contenders.setdefault((goal.collective, size), always(job, goal.collective))
             names += [name for name in reversed(goal.contenders) if name not in names]
-    return dict(sorted(found.items()))
+    return dict(sorted(contenders.items()))
 
 
 def always(job: str, collective: str) -> list[str]:
@@ -179,9 +176,6 @@ def always(job: str, collective: str) -> list[str]:
         return []
     fresh = [NATIVE_FRESH, FRESH] if (job, collective) == (PAIR, "all_reduce") else []
     return [NATIVE, PLAN, CALL, *fresh]
-
-
-# Whether they are met
 
 
 class Finding(NamedTuple):
@@ -237,18 +231,16 @@ def finding(goal: Goal, times: Times, reasons: Mapping[str, str], cores: int) ->
         return Finding(goal, geometric_mean(values.values()), reason=reason)
     choose = min if goal.formula.is_least else max
     worst = choose(values, key=values.__getitem__)
-    missed = [size for size, each in values.items() if not meets(goal, each)]
+    missed = [size for size, reached in values.items() if not meets(goal, reached)]
     return Finding(goal, values[worst], worst, missed, reason)
 
 
-def summary(found: Sequence[Finding]) -> str:
+def summary(findings: Sequence[Finding]) -> str:
     """Return the numbers of goals that are met, missed and not judged, in a sentence."""
-    counts = [sum(each.is_met is verdict for each in found) for verdict in (True, False, None)]
-    words = f"{counts[0]} of {len(found)} goals are met, {counts[1]} are missed"
+    verdicts = [finding.is_met for finding in findings]
+    counts = [verdicts.count(verdict) for verdict in (True, False, None)]
+    words = f"{counts[0]} of {len(findings)} goals are met, {counts[1]} are missed"
     return words + (f", {counts[2]} are not judged." if counts[2] else ".")
-
-
-# In words
 
 
 def what(goal: Goal) -> str:
@@ -279,27 +271,27 @@ def in_words(collective: str) -> str:
     return collective.replace("_", "-")
 
 
-def cells(each: Finding) -> list[str]:
+def cells(finding: Finding) -> list[str]:
     """Return the row of a finding in the table of goals."""
-    goal = each.goal
+    goal = finding.goal
     ends = dict.fromkeys(sizes.text(goal.sizes[place]) for place in (0, -1))
-    shown = "-" if each.value is None else WRITTEN[goal.formula.kind](each.value)
-    at = "-" if each.worst is None or len(goal.sizes) == 1 else sizes.text(each.worst)
-    if goal.in_the_mean and each.value is not None:
+    shown = "-" if finding.value is None else WRITTEN[goal.formula.kind](finding.value)
+    at = "-" if finding.worst is None or len(goal.sizes) == 1 else sizes.text(finding.worst)
+    if goal.in_the_mean and finding.value is not None:
         at = "the mean"
     span = " to ".join(ends)
-    return [what(goal), goal.contenders[0], span, target(goal), shown, at, each.verdict]
+    return [what(goal), goal.contenders[0], span, target(goal), shown, at, finding.verdict]
 
 
-def as_dict(each: Finding) -> dict[str, Any]:
+def as_dict(finding: Finding) -> dict[str, Any]:
     """Return a finding for JSON: numbers, and the cells of the table."""
-    goal = each.goal
+    goal = finding.goal
     return {
-        "cells": cells(each),
+        "cells": cells(finding),
         "sizes": list(goal.sizes),
         "bound": goal.bound,
-        "value": each.value,
+        "value": finding.value,
         "measure": _filled(goal.formula.words, goal),
-        "worst": each.worst,
-        "met": each.is_met,
+        "worst": finding.worst,
+        "met": finding.is_met,
     }

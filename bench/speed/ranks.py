@@ -61,11 +61,11 @@ def measured(comm: Communicator, options: argparse.Namespace) -> int:
     if comm.size != RANKS[options.job]:
         raise Refused(f"{options.job} wants {RANKS[options.job]} ranks, not {comm.size}")
     world.check_output(options.json)
-    found = JobOfCases(comm, options).run()
+    timed_cases = JobOfCases(comm, options).run()
     if comm.rank == 0:
-        cases = [timed._asdict() for timed in found]
+        cases = [timed._asdict() for timed in timed_cases]
         write_json({"mpi": world.mpi_version(), "cases": cases}, options.json)
-    return int(any(any(timed.wrong.values()) for timed in found))
+    return int(any(any(timed.wrong.values()) for timed in timed_cases))
 
 
 class JobOfCases:
@@ -78,21 +78,21 @@ class JobOfCases:
     def run(self) -> list[Timed]:
         """Time all of them, and once more those that were disturbed."""
         say = console_for(self.comm.rank).print
-        found: dict[tuple[str, int], Timed] = {}
+        timed_cases: dict[tuple[str, int], Timed] = {}
         for collective, group in groupby(self.cases, key=itemgetter(0)):
             say(f"{goals.in_words(collective)} on {self.comm.size} ranks")
-            found |= {key: self.timed(*key) for key in group}
+            timed_cases |= {key: self.timed(*key) for key in group}
         if not self.options.quick:
-            self.repeat(found)
-        return list(found.values())
+            self.repeat(timed_cases)
+        return list(timed_cases.values())
 
-    def repeat(self, found: dict[tuple[str, int], Timed]) -> None:
+    def repeat(self, timed_cases: dict[tuple[str, int], Timed]) -> None:
         """Time the disturbed cases again while there is time, the worst first."""
         end = time.perf_counter() + AGAIN * self.options.effort
-        for cores, key in sorted((timed.cores, key) for key, timed in found.items()):
+        for cores, key in sorted((timed.cores, key) for key, timed in timed_cases.items()):
             if cores >= ENOUGH or not MPI.COMM_WORLD.bcast(time.perf_counter() < end):
                 return
-            found[key] = less_disturbed(found[key], self.timed(*key))
+            timed_cases[key] = less_disturbed(timed_cases[key], self.timed(*key))
 
     def timed(self, collective: str, size: int) -> Timed:
         """Time one case: all contenders side by side."""
@@ -104,9 +104,9 @@ class JobOfCases:
         assert buffers is not None, "only a barrier has no buffers"
         made = [contender(comm, case, buffers, name) for name in names]
         watch = Watch()
-        found = outcomes(case, buffers, made, self.effort(size, len(names)))
-        seconds = {name: each.seconds for name, each in zip(names, found, strict=True)}
-        wrong = {name: each.wrong or 0 for name, each in zip(names, found, strict=True)}
+        results = outcomes(case, buffers, made, self.effort(size, len(names)))
+        seconds = {name: result.seconds for name, result in zip(names, results, strict=True)}
+        wrong = {name: result.wrong or 0 for name, result in zip(names, results, strict=True)}
         label = algorithm_of(comm, case, PLAN) or ""
         return Timed(collective, size, label, seconds, wrong, watch.cores())
 

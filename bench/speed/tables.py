@@ -30,7 +30,7 @@ from collectives.console import Cell, Number, Table
 Start = Mapping[str, Mapping[str, float]]  # by processes, and what they did
 
 
-def show(found: Sequence[Finding], times: Times, start: Start, jobs: Jobs) -> None:
+def show(findings: Sequence[Finding], times: Times, start: Start, jobs: Jobs) -> None:
     """Print the medians, and the goals that are judged by them."""
     say = jobs.console.print
     say(f"{jobs.mpi}, {os.cpu_count()} cores, float32, out of place")
@@ -46,8 +46,8 @@ def show(found: Sequence[Finding], times: Times, start: Start, jobs: Jobs) -> No
         jobs.show({"Start: medians in ms": start_table(start)})
     if (limit := limit_of(times)) is not None:
         say("\n" + "\n".join(limit.lines()))
-    jobs.show({"Goals": goal_table(found)})
-    say(summary(found))
+    jobs.show({"Goals": goal_table(findings)})
+    say(summary(findings))
     if (warning := disturbance(times)) is not None:
         say(warning)
 
@@ -77,13 +77,13 @@ def limit_of(times: Times) -> Limit | None:
 
 def tables(times: Times) -> dict[str, Table]:
     """Return the table of what was measured, by title."""
-    found: dict[str, Table] = {}
+    by_title: dict[str, Table] = {}
     for job in (PAIR, CROWD):
         if timed := of_job(times, job, ["all_reduce"]):
-            found[f"All-reduce, {RANKS[job]} ranks"] = size_table(timed)
+            by_title[f"All-reduce, {RANKS[job]} ranks"] = size_table(timed)
     names = dict.fromkeys(name for job, name, _ in times if job == PAIR and name != "all_reduce")
     if names:
-        found["Other collectives, 2 ranks"] = size_table(of_job(times, PAIR, names))
+        by_title["Other collectives, 2 ranks"] = size_table(of_job(times, PAIR, names))
     titles = {
         WAYS: "Other ways to make an all-reduce, 2 ranks",
         MPI4PY: "The drop-in for mpi4py, 2 ranks",
@@ -91,8 +91,8 @@ def tables(times: Times) -> dict[str, Table]:
     }
     for job, title in titles.items():
         if timed := of_job(times, job, ["all_reduce"]):
-            found[title] = contender_table(timed)
-    return found
+            by_title[title] = contender_table(timed)
+    return by_title
 
 
 def of_job(times: Times, job: str, collectives: Iterable[str]) -> list[Timed]:
@@ -158,15 +158,15 @@ def contender_table(cases: Sequence[Timed]) -> Table:
 def start_table(start: Start) -> Table:
     """Return a line for each thing that a fresh process did."""
     table = Table("", "what", Number("ms", ".3f"))
-    for processes, found in start.items():
-        for name, seconds in found.items():
+    for processes, medians in start.items():
+        for name, seconds in medians.items():
             table.add(processes, name, seconds * 1e3)
     return table
 
 
-def goal_table(found: Sequence[Finding]) -> Table:
+def goal_table(findings: Sequence[Finding]) -> Table:
     """Return a line for each goal; those missed in red."""
     table = Table("what", "by", "sizes", "target", "found", "at", "verdict")
-    for each in found:
-        table.add(*cells(each), is_wrong=each.is_met is False)
+    for finding in findings:
+        table.add(*cells(finding), is_wrong=finding.is_met is False)
     return table

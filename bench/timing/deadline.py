@@ -93,7 +93,7 @@ class Guard:
             self.why = why
             return
         # A rank that fails may be the reason why others are not done in time.
-        said = next((each for each in reasons if each not in ("", late())), late())
+        said = next((reason for reason in reasons if reason not in ("", late())), late())
         self.why = f"rank {reasons.index(said)}: {said}"
 
     def free(self) -> None:

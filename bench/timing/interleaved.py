@@ -52,7 +52,8 @@ def times(
 
     See `sampled`.
     """
-    return [each.slowest for each in sampled(runs, x, is_small=is_small, effort=effort, end=end)]
+    taken = sampled(runs, x, is_small=is_small, effort=effort, end=end)
+    return [samples.slowest for samples in taken]
 
 
 def sampled(
@@ -68,8 +69,8 @@ def sampled(
     The function `end` waits until all calls of a sample are complete, those on a device too.
     """
     attempts = [called] * len(runs)
-    found = raced(runs, attempts, x, is_small=is_small, effort=effort, end=end)
-    return [each for each in found if each is not None]
+    taken = raced(runs, attempts, x, is_small=is_small, effort=effort, end=end)
+    return [samples for samples in taken if samples is not None]
 
 
 def raced(
@@ -107,8 +108,8 @@ def raced(
         shuffle(turns)
         for turn in turns:
             let_take(turn, calls)
-    found = dict(zip(taken, _gathered(list(taken.values())), strict=True))
-    return [found.get(turn) for turn in range(len(runs))]
+    samples_of = dict(zip(taken, _gathered(list(taken.values())), strict=True))
+    return [samples_of.get(turn) for turn in range(len(runs))]
 
 
 def _gathered(taken: Sequence[Sequence[float]]) -> list[Samples]:
@@ -118,8 +119,8 @@ def _gathered(taken: Sequence[Sequence[float]]) -> list[Samples]:
     MPI.COMM_WORLD.Allgather(np.ascontiguousarray(mine), ranks)
     number = len(taken[0])
     return [
-        Samples(tuple(Quartiles(*map(float, rank)) for rank in each), number)
-        for each in ranks.transpose(1, 0, 2)
+        Samples(tuple(Quartiles(*map(float, rank)) for rank in contender), number)
+        for contender in ranks.transpose(1, 0, 2)
     ]
 
 

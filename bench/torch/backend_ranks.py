@@ -50,12 +50,12 @@ def run(options: argparse.Namespace) -> int:
 def measured(comm: Communicator, options: argparse.Namespace) -> int:
     """Time all cases, and let rank 0 write them; return the exit status."""
     world.check_output(options.json)
-    found = Ranks(options).run()
+    cases_by_part = Ranks(options).run()
     if comm.rank == 0:
-        cases = {name: [each._asdict() for each in both] for name, both in found.items()}
-        write_json({"mpi": world.mpi_version(), **cases}, options.json)
+        parts = {name: [case._asdict() for case in cases] for name, cases in cases_by_part.items()}
+        write_json({"mpi": world.mpi_version(), **parts}, options.json)
     process_groups.leave()
-    return int(any(each.wrong for cases in found.values() for each in cases))
+    return int(any(case.wrong for cases in cases_by_part.values() for case in cases))
 
 
 class Ranks:
@@ -70,15 +70,15 @@ class Ranks:
     def run(self) -> dict[str, list[Both]]:
         """Time all of them; return them by part."""
         options, say = self.options, console_for(World.rank).print
-        found: dict[str, list[Both]] = {}
+        cases_by_part: dict[str, list[Both]] = {}
         if CALLS in options.parts:
             say("all_reduce of " + ", ".join(map(text, options.sizes)))
-            found[CALLS] = [self.called(size) for size in options.sizes]
+            cases_by_part[CALLS] = [self.called(size) for size in options.sizes]
         for kind in KINDS:
             if kind in options.parts:
                 say(f"{kind} of hidden " + ", ".join(map(str, options.hidden)))
-                found[kind] = [self.trained(kind, hidden) for hidden in options.hidden]
-        return found
+                cases_by_part[kind] = [self.trained(kind, hidden) for hidden in options.hidden]
+        return cases_by_part
 
     def called(self, num_bytes: int) -> Both:
         """Time an all-reduce by every group, on the same buffer."""
@@ -87,9 +87,9 @@ class Ranks:
         buffers = in_place(case)
         assert buffers is not None, "an all-reduce can be in place"
         made = [contender(buffers, group) for group in self.groups.values()]
-        found = outcomes(case, buffers, made, self.effort)
-        seconds = {name: each.seconds for name, each in zip(self.groups, found, strict=True)}
-        return Both(case.num_bytes, seconds, sum(each.wrong or 0 for each in found))
+        results = outcomes(case, buffers, made, self.effort)
+        seconds = {name: result.seconds for name, result in zip(self.groups, results, strict=True)}
+        return Both(case.num_bytes, seconds, sum(result.wrong or 0 for result in results))
 
     def trained(self, kind: str, hidden: int) -> Both:
         """Time a training step by every group, each with a model of its own."""
@@ -97,9 +97,9 @@ class Ranks:
         steps = {
             name: training_step(kind, hidden, group, device) for name, group in self.groups.items()
         }
-        found = times(list(steps.values()), None, is_small=False, effort=self.effort)
+        medians = times(list(steps.values()), None, is_small=False, effort=self.effort)
         wrong = int(World.allreduce(num_wrong(steps)))
-        return Both(hidden, dict(zip(steps, found, strict=True)), wrong)
+        return Both(hidden, dict(zip(steps, medians, strict=True)), wrong)
 
 
 def contender(buffers: Buffers, group: Any) -> Contender:

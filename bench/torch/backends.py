@@ -76,9 +76,9 @@ def add_measured(parse: argparse.ArgumentParser) -> None:
     add_samples(parse, seconds=5.0)
 
 
-def listed(each: Callable[[str], int]) -> Callable[[str], list[int]]:
+def listed(kind: Callable[[str], int]) -> Callable[[str], list[int]]:
     """Return an argument type: several values of a type, with commas between them."""
-    return lambda text: [each(word) for word in text.split(",")]
+    return lambda text: [kind(word) for word in text.split(",")]
 
 
 def width(text: str) -> int:
@@ -92,12 +92,12 @@ def run(options: argparse.Namespace) -> int:
     """Measure and print; return 0, or 1 if anything is wrong or not measured.  Raises Refused."""
     require_torch()
     with starting_jobs(console_for(0, options), options) as jobs:
-        found = measured(jobs, options)
+        cases_by_part = measured(jobs, options)
     mpi = jobs.results.get(JOB, {}).get("mpi", find_mpirun().vendor)
     jobs.title(f"{mpi}, torch {version('torch')}, {options.ranks} ranks, {options.device}")
-    jobs.show(results.tables(found))
+    jobs.show(results.tables(cases_by_part))
     result = {"mpi": mpi, "torch": version("torch"), "ranks": options.ranks}
-    result |= {"device": options.device, **results.as_dict(found)}
+    result |= {"device": options.device, **results.as_dict(cases_by_part)}
     write_json(result | {"statuses": jobs.statuses, "provenance": provenance()}, options.json)
     return int(any(jobs.statuses.values()))
 
@@ -111,13 +111,14 @@ def require_torch() -> None:
 def measured(jobs: Jobs, options: argparse.Namespace) -> dict[str, list[Both]]:
     """Return what the job of calls and steps finds, and those of the start."""
     parts = options.parts or [name for name in PARTS if name != START or options.device == "cpu"]
-    found: dict[str, list[Both]] = {}
+    cases_by_part: dict[str, list[Both]] = {}
     if on_ranks := [part for part in parts if part != START]:
-        found |= results.found_in(jobs.run(JOB, options.ranks, command(on_ranks, options))[1])
+        _, result = jobs.run(JOB, options.ranks, command(on_ranks, options))
+        cases_by_part |= results.cases_in(result)
     if START in parts:
         count = 1 if options.quick else options.jobs
-        found[START] = first_all_reduce.both(jobs, options.ranks, count)
-    return found
+        cases_by_part[START] = first_all_reduce.both(jobs, options.ranks, count)
+    return cases_by_part
 
 
 def command(parts: Sequence[str], options: argparse.Namespace) -> list[str]:

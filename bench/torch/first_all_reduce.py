@@ -48,7 +48,7 @@ distributed.destroy_process_group()
 
 def both(jobs: Jobs, ranks: int, count: int) -> list[Both]:
     """Return the medians over jobs of each backend, which take turns; [] if one has failed."""
-    found: dict[str, list[float]] = {name: [] for name in BACKENDS}
+    seconds: dict[str, list[float]] = {name: [] for name in BACKENDS}
     turns, shuffle = list(BACKENDS), Random(0).shuffle
     for number in range(count):
         shuffle(turns)
@@ -56,8 +56,8 @@ def both(jobs: Jobs, ranks: int, count: int) -> list[Both]:
             status, result = jobs.run(f"{START} {backend} {number}", ranks, command(backend, ranks))
             if status:
                 return []
-            found[backend].append(result["seconds"])
-    return [Both(ranks, {name: median(each) for name, each in found.items()})]
+            seconds[backend].append(result["seconds"])
+    return [Both(ranks, {name: median(taken) for name, taken in seconds.items()})]
 
 
 def command(backend: str, ranks: int) -> list[str]:

@@ -37,7 +37,7 @@ class Both(NamedTuple):
         return self._asdict() | {"ratio": self.ratio}
 
 
-Found = Mapping[str, Sequence[Both]]  # by part
+CasesByPart = Mapping[str, Sequence[Both]]  # by part
 
 
 class Part(NamedTuple):
@@ -57,14 +57,15 @@ PARTS = {
 }
 
 
-def found_in(result: Mapping[str, Any]) -> dict[str, list[Both]]:
+def cases_in(result: Mapping[str, Any]) -> dict[str, list[Both]]:
     """Return the JSON of a job by part; nothing of a job that failed."""
     return {name: [Both(**case) for case in result[name]] for name in PARTS if name in result}
 
 
-def tables(found: Found) -> dict[str, Table]:
+def tables(cases_by_part: CasesByPart) -> dict[str, Table]:
     """Return the table of each part that was measured by its title."""
-    return {PARTS[name].title: table(PARTS[name], cases) for name, cases in found.items() if cases}
+    measured = {PARTS[name]: cases for name, cases in cases_by_part.items() if cases}
+    return {part.title: table(part, cases) for part, cases in measured.items()}
 
 
 def table(part: Part, cases: Sequence[Both]) -> Table:
@@ -72,10 +73,10 @@ def table(part: Part, cases: Sequence[Both]) -> Table:
     other = cases[0].other
     times = [Number(head, ".2f") for head in (RING, other, f"{other} / {RING}")]
     made = Table(Number(part.amount), *times, Number("wrong"))
-    for each in cases:
-        seconds = (each.seconds[name] / part.unit for name in (RING, other))
-        wrong = "-" if each.wrong is None else each.wrong
-        made.add(each.amount, *seconds, each.ratio, wrong)
+    for case in cases:
+        seconds = (case.seconds[name] / part.unit for name in (RING, other))
+        wrong = "-" if case.wrong is None else case.wrong
+        made.add(case.amount, *seconds, case.ratio, wrong)
     if part.has_mean:
         made.add("geom. mean", None, None, mean(cases), None)
     return made
@@ -83,11 +84,11 @@ def table(part: Part, cases: Sequence[Both]) -> Table:
 
 def mean(cases: Iterable[Both]) -> float | None:
     """Return the geometric mean of the ratios."""
-    return mean_ratio(each.ratio for each in cases)
+    return mean_ratio(case.ratio for case in cases)
 
 
-def as_dict(found: Found) -> dict[str, Any]:
+def as_dict(cases_by_part: CasesByPart) -> dict[str, Any]:
     """Return every part with its cases, and the means of those that have one, for JSON."""
-    cases = {name: [each.as_dict() for each in both] for name, both in found.items()}
-    means = {name: mean(both) for name, both in found.items() if PARTS[name].has_mean}
-    return {**cases, "geometric_mean": means}
+    parts = {name: [case.as_dict() for case in cases] for name, cases in cases_by_part.items()}
+    means = {name: mean(cases) for name, cases in cases_by_part.items() if PARTS[name].has_mean}
+    return {**parts, "geometric_mean": means}

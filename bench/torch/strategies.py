@@ -56,11 +56,11 @@ class Axis(NamedTuple):
 def axes_of(shape: Sequence[int], names: Sequence[str]) -> dict[str, Axis]:
     """Return the dimensions of a mesh of all ranks; one dimension alone is the default group."""
     ranks = np.arange(np.prod(shape)).reshape(shape)
-    found = {}
+    axes = {}
     for place, name in enumerate(names):
         rows = np.moveaxis(ranks, place, -1).reshape(-1, shape[place]).tolist()
-        found[name] = Axis(name if len(names) > 1 else "", tuple(map(tuple, rows)))
-    return found
+        axes[name] = Axis(name if len(names) > 1 else "", tuple(map(tuple, rows)))
+    return axes
 
 
 Axes = dict[str, Axis]
@@ -86,9 +86,6 @@ class Strategy(NamedTuple):
         return [replace(call, phase=f"{self.name}/{call.phase}") for call in calls]
 
 
-# Data parallelism
-
-
 def ddp(model: Any, mesh: Any, **how: Any) -> Any:
     """Give every rank all parameters; average gradients in buckets."""
     return DistributedDataParallel(model, process_group=mesh.get_group(), **how)
@@ -103,9 +100,6 @@ def ddp_calls(model: Any, axes: Axes) -> Calls:
         sizes[-1] += parameter.numel()
     for number, size in enumerate(sizes):
         yield axes["dp"].call(f"backward/bucket {number}", "all_reduce", size)
-
-
-# Sharded data parallelism
 
 
 def fsdp(model: Any, mesh: Any, **how: Any) -> Any:
@@ -148,9 +142,6 @@ def hsdp_calls(model: Any, axes: Axes) -> Calls:
         yield axes["replicate"].call(f"backward{unit}", "all_reduce", size // shard.size)
 
 
-# Tensor parallelism
-
-
 def tensor(model: Any, mesh: Any) -> Any:
     """Divide linear layers by columns and then by rows, as in Megatron."""
     plan = {name: ColwiseParallel() for name in COLUMNS}
@@ -191,9 +182,6 @@ def num_activations(model: Any) -> int:
     return int(sizes.rows * sizes.context * sizes.hidden)
 
 
-# Tensor and sequence parallelism
-
-
 def sequence(model: Any, mesh: Any) -> Any:
     """Give ranks parts of the sequence where linear layers are not divided, as in Megatron."""
     tokens, whole = Shard(1), Replicate()
@@ -230,9 +218,6 @@ def sequence_calls(model: Any, axes: Axes) -> Calls:
     yield call("forward/head", "all_gather", activations)
     yield call("forward/head", "all_gather", sizes.rows * sizes.context * sizes.vocabulary)
     yield call("backward/head", "reduce_scatter", activations)
-
-
-# Both
 
 
 def fsdp_tensor(model: Any, mesh: Any) -> Any:

@@ -89,14 +89,14 @@ def show(
     columns = ["calls", "predicted", "recorded", "observed"]
     table = Table("strategy", "pass", "mesh", "collective", *map(Number, columns))
     problems = []
-    for each in all_trained:
-        name, ledger = each.strategy.name, each.ledger
+    for trained in all_trained:
+        name, ledger = trained.strategy.name, trained.ledger
         assert ledger is not None, "this is rank 0"
         seen = None if observed is None else {name: observed[name]}
-        for row in rows_of(each, ledger, seen, size):
+        for row in rows_of(trained, ledger, seen, size):
             table.add(*row)
         try:
-            TrafficTable(each.calls, ledger, seen, size=size, reason=reason).check()
+            TrafficTable(trained.calls, ledger, seen, size=size, reason=reason).check()
         except TrafficMismatch as error:
             problems.append(f"{name}: {error}")
     console = console_for(0, options)
@@ -107,21 +107,21 @@ def show(
 
 
 def rows_of(
-    each: Trained, ledger: Ledger, observed: dict[str, Any] | None, size: int
+    trained: Trained, ledger: Ledger, observed: dict[str, Any] | None, size: int
 ) -> list[list[Cell]]:
     """Return the lines of one strategy, and one of their sums, which MPI observed."""
     predicted, recorded, calls = Counter[Row](), Counter[Row](), Counter[Row]()
-    for call in each.calls:
+    for call in trained.calls:
         row, sent = row_of(call.phase, call.axis, call.collective), call.sent(size)
         predicted[row] += sent.bytes
         calls[row] += sent.calls or 0
-    for (phase, axis, collective), found in ledger.summary(("phase", "axis", "collective")).items():
-        recorded[row_of(phase, axis, collective)] += found.bytes
+    for key, summary in ledger.summary(("phase", "axis", "collective")).items():
+        recorded[row_of(*key)] += summary.bytes
     lines: list[list[Cell]] = [
         [*row, calls[row], predicted[row], recorded[row], None]
         for row in dict.fromkeys([*predicted, *recorded])
     ]
-    name = each.strategy.name
+    name = trained.strategy.name
     seen = "n/a" if observed is None else int(observed[name][1].sum())
     sums = [sum(column.values()) for column in (calls, predicted, recorded)]
     return [*lines, [name, TOGETHER, "", "", *sums, seen]]

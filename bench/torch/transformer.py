@@ -33,7 +33,7 @@ class Attention(nn.Module):  # type: ignore[misc]
             setattr(self, name, nn.Linear(hidden, hidden))
 
     def forward(self, x: Any) -> Any:
-        heads = (self._heads(each(x)) for each in (self.query, self.key, self.value))
+        heads = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
         mixed = scaled_dot_product_attention(*heads, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -87,8 +87,6 @@ def transformer(sizes: Sizes) -> Transformer:
     torch.manual_seed(0)
     return Transformer(sizes)
 
-
-# Training
 
 RATE = 0.1
 CLOSE = 1e-4  # relatively: sums of more than two ranks depend on the order

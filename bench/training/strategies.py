@@ -149,14 +149,14 @@ class Strategies:
 
     def __init__(self, options: argparse.Namespace, jobs: Jobs) -> None:
         self.options, self.jobs = options, jobs
-        self.kinds = [each for each in KINDS if not options.only or each.name in options.only]
+        self.kinds = [kind for kind in KINDS if not options.only or kind.name in options.only]
         self.mpi_args = MPIRUN_ARGS if find_mpirun().vendor == "openmpi" else ()
 
     def run(self) -> bool:
         """Return whether all losses are near enough."""
         self.price(max(self.options.ranks))
-        found = [self.equality(dtype) for dtype in STEPS if not self.options.price_only]
-        return all(found)
+        near_enough = [self.equality(dtype) for dtype in STEPS if not self.options.price_only]
+        return all(near_enough)
 
     def train(self, kind: Kind, ranks: int, dtype: str, steps: int) -> dict[str, Any]:
         """Return what a run says of itself; nothing if it failed."""
@@ -185,12 +185,12 @@ class Strategies:
         table = Table("strategy", *(Number(f"{n} ranks", ".1e") for n in self.options.ranks))
         is_good = True
         for kind in filter(lambda kind: kind.is_exact, self.kinds):
-            found = [
+            distances = [
                 distance(self.train(kind, ranks, dtype, steps), serial)
                 for ranks in self.options.ranks
             ]
-            is_near = all(each <= close for each in found)
-            table.add(kind.name, *found, is_wrong=not is_near)
+            is_near = all(difference <= close for difference in distances)
+            table.add(kind.name, *distances, is_wrong=not is_near)
             is_good &= is_near
         self.show(f"{dtype}: largest relative difference of {steps} losses, at most {close}", table)
         return is_good
@@ -237,8 +237,8 @@ def costs(result: dict[str, Any]) -> Costs:
 
 def sent_in_steps(matrices: dict[str, Any], ranks: int) -> NDArray[np.int64]:
     """Return bytes from row to column, of all phases but those that a run has once."""
-    each = [np.array(matrix) for phase, matrix in matrices.items() if phase not in ONCE]
-    return sum(each, np.zeros((ranks, ranks), np.int64))
+    phases = [np.array(matrix) for phase, matrix in matrices.items() if phase not in ONCE]
+    return sum(phases, np.zeros((ranks, ranks), np.int64))
 
 
 def distance(result: dict[str, Any], serial: dict[str, Any]) -> float:

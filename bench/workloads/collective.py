@@ -91,9 +91,9 @@ class Case(NamedTuple):
     def settings(self) -> dict[str, Any]:
         """The arguments of the collective besides its arrays."""
         promise = SPECS[self.collective]
-        found: dict[str, Any] = {"root": self.root} if promise.is_rooted else {}
-        found |= {"op": self.op} if promise.is_reduction else {}
-        return found if self.counts is None else found | {"counts": self.counts}
+        settings: dict[str, Any] = {"root": self.root} if promise.is_rooted else {}
+        settings |= {"op": self.op} if promise.is_reduction else {}
+        return settings if self.counts is None else settings | {"counts": self.counts}
 
 
 def _blocks(number: int, counts: Any, rank: int) -> list[int]:

@@ -64,7 +64,7 @@ def sizes_of(options: argparse.Namespace) -> list[int]:
 def has_series(options: argparse.Namespace) -> bool:
     """Return whether the user has said something of a series."""
     given = options.first, options.last, options.step, options.factor
-    return any(each is not None for each in given)
+    return any(value is not None for value in given)
 
 
 def whole_blocks(num_bytes: int, itemsize: int, num_blocks: int) -> int:

@@ -79,23 +79,21 @@ def arguments(parse: argparse.ArgumentParser) -> list[argparse.Action]:
 
 def leaves(group: Group, prog: str) -> dict[str, Command | Group]:
     """Return the commands of a group, and the groups in it and their commands, by all words."""
-    found: dict[str, Command | Group] = {}
+    by_words: dict[str, Command | Group] = {}
     for name in group.commands:
         command = group.command(name)
-        found[f"{prog} {name}"] = command
+        by_words[f"{prog} {name}"] = command
         if isinstance(command, Group):
-            found |= leaves(command, f"{prog} {name}")
-    return found
+            by_words |= leaves(command, f"{prog} {name}")
+    return by_words
 
 
 @cache
 def commands() -> dict[str, Command | Group]:
     """Return every command by what a user types, such as "ring bench tune"."""
-    of_checkout = {f"python -m {name}": import_module(f"{name}.__main__") for name in CHECKOUT}
-    found: dict[str, Command | Group] = {
-        name: module.COMMAND for name, module in of_checkout.items()
-    }
-    return leaves(RING, "ring") | found
+    modules = {f"python -m {name}": import_module(f"{name}.__main__") for name in CHECKOUT}
+    of_checkout = {name: module.COMMAND for name, module in modules.items()}
+    return leaves(RING, "ring") | of_checkout
 
 
 @cache

@@ -84,8 +84,8 @@ if __name__ == "__main__":
         sizes = dict.fromkeys(measured, "64K") | {"all_reduce": "4K"}
         others = "--device cuda --limits -n 1 -w 1"
         statuses = [
-            measure(each, folder, f"{others} -b {size} -e {size}")
-            for each, size in sorted(sizes.items())
+            measure(collective, folder, f"{others} -b {size} -e {size}")
+            for collective, size in sorted(sizes.items())
         ]
         sys.exit(max(statuses))
     if manner == "late":
@@ -97,7 +97,7 @@ if __name__ == "__main__":
     if manner == "wrong":
         sys.exit(measure("all_reduce", folder))
     blocks = sorted(SPLITS | JOINS)
-    statuses = [measure(each, folder) for each in algorithms.collectives()]
-    statuses += [measure_uneven(each, folder) for each in blocks]
+    statuses = [measure(collective, folder) for collective in algorithms.collectives()]
+    statuses += [measure_uneven(collective, folder) for collective in blocks]
     links = ["-b", "8", "-e", "64K", "-f", "8192", *FEW, "-J", str(folder / "links.json")]
     sys.exit(max(*statuses, main(["pingpong", "--pairs", "1-0", *links])))

@@ -108,10 +108,10 @@ def test_messages_between_two_ranks_are_measured_beside_mpi4py(right):
     for link in result["links"]:
         assert (link["pair"], link["link"], link["wrong"]) == ([1, 0], "same_host", 0)
         for engine in ("ours", "mpi4py"):
-            found = link[engine]
-            assert 0 < found["latency_low_seconds"] <= found["latency_seconds"]
-            assert found["bandwidth_bytes_per_second"] > 0
-            assert found["bidirectional_bytes_per_second"] > 0
+            exchange = link[engine]
+            assert 0 < exchange["latency_low_seconds"] <= exchange["latency_seconds"]
+            assert exchange["bandwidth_bytes_per_second"] > 0
+            assert exchange["bidirectional_bytes_per_second"] > 0
 
 
 def test_the_command_starts_its_own_ranks_and_measures_all_collectives_that_have_an_algorithm():
@@ -127,9 +127,12 @@ def test_the_command_starts_its_own_ranks_and_measures_all_collectives_that_have
     )
     assert job.returncode == 0, job.stdout + job.stderr
     rows = list(csv.DictReader(job.stdout.splitlines()))
-    found = {(row["collective"], row["name"]) for row in rows}
-    both = [(each, name) for each in algorithms.collectives() for name in ("ring", "dissemination")]
-    assert found == {(each, name) for each, name in both if name in algorithms.names(each)}
+    measured = {(row["collective"], row["name"]) for row in rows}
+    assert measured == {
+        (collective, name)
+        for collective in algorithms.collectives()
+        for name in {"ring", "dissemination"} & {*algorithms.names(collective)}
+    }
     of_all_gather = [row["size"] for row in rows if row["collective"] == "all_gather"]
     assert of_all_gather == ["64", "64", "128", "128"]  # in both forms
 

@@ -13,9 +13,9 @@ from collectives.arrays import kernels
 def rows(capsys):
     assert main(["combine", "-b", "16K", "-e", "32K", "-n", "1"]) == 0
     cells = [line.strip("| ").split("|") for line in capsys.readouterr().out.splitlines()]
-    found = [[cell.strip() for cell in row] for row in cells if len(row) == 6][1:]
-    assert [row[2] for row in found] == ["16384"] * 8 + ["32768"] * 8
-    return found
+    table = [[cell.strip() for cell in row] for row in cells if len(row) == 6][1:]
+    assert [row[2] for row in table] == ["16384"] * 8 + ["32768"] * 8
+    return table
 
 
 def test_kernels_stand_beside_numpys(capsys):
@@ -40,6 +40,6 @@ def test_every_sample_has_the_same_operands():
         seen.append(left.copy())
         return lambda: np.add(left, right, left)
 
-    found = combine.times([add, add], np.ones(3), np.ones(3), samples=2)
-    assert len(found) == 2
+    seconds = combine.times([add, add], np.ones(3), np.ones(3), samples=2)
+    assert len(seconds) == 2
     assert [left.tolist() for left in seen] == [[1, 1, 1]] * 4

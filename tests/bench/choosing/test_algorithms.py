@@ -40,16 +40,16 @@ def test_on_devices_everything_is_measured_that_is_not_cut():
 
 
 def test_among_the_fastest_the_rule_for_devices_stands():
-    found = times(direct=[LEVEL], recursive_doubling=[1])
-    assert rankings("all_gather", on(4), found)[0][0] == "recursive_doubling"
-    assert rankings("all_gather", on(4), found, on_device=True)[0][0] == "direct"
-    (row,) = rows("all_gather", on(4), found, on_device=True)
+    measured = times(direct=[LEVEL], recursive_doubling=[1])
+    assert rankings("all_gather", on(4), measured)[0][0] == "recursive_doubling"
+    assert rankings("all_gather", on(4), measured, on_device=True)[0][0] == "direct"
+    (row,) = rows("all_gather", on(4), measured, on_device=True)
     assert row.labels[0] == "direct"
 
 
 def test_the_fastest_comes_first():
-    found = times(bruck=[1, 2, 3], direct=[3, 1, 2], sparbit=[2, 3, 1])
-    assert rankings("all_gather", on(4), found) == [
+    measured = times(bruck=[1, 2, 3], direct=[3, 1, 2], sparbit=[2, 3, 1])
+    assert rankings("all_gather", on(4), measured) == [
         ["bruck", "sparbit", "direct"],
         ["direct", "bruck", "sparbit"],
         ["sparbit", "direct", "bruck"],
@@ -57,20 +57,20 @@ def test_the_fastest_comes_first():
 
 
 def test_among_the_fastest_comes_first_what_is_so_most_often():
-    found = times(bruck=[1, 9, 9], direct=[LEVEL, LEVEL, 1], sparbit=[1.01 * LEVEL, 1, 9])
-    best = [ranking[0] for ranking in rankings("all_gather", on(4), found)]
+    measured = times(bruck=[1, 9, 9], direct=[LEVEL, LEVEL, 1], sparbit=[1.01 * LEVEL, 1, 9])
+    best = [ranking[0] for ranking in rankings("all_gather", on(4), measured)]
     assert best == ["direct", "direct", "direct"]
 
 
 def test_among_the_fastest_the_built_in_rule_stands():
-    found = times(bruck=[1, 1], recursive_doubling=[LEVEL, 1.01 * LEVEL])
-    best = [ranking[0] for ranking in rankings("all_gather", on(4), found)]
+    measured = times(bruck=[1, 1], recursive_doubling=[LEVEL, 1.01 * LEVEL])
+    best = [ranking[0] for ranking in rankings("all_gather", on(4), measured)]
     assert best == ["recursive_doubling", "bruck"]
 
 
 def test_limits_lie_between_the_sizes_and_equal_neighbours_are_one_row():
-    found = times(bruck=[1, 1, 9, 9], direct=[2, 2, 1, 1])
-    assert rows("all_gather", on(4), found) == (Row(64, ("bruck",)), Row(math.inf, ("direct",)))
+    measured = times(bruck=[1, 1, 9, 9], direct=[2, 2, 1, 1])
+    assert rows("all_gather", on(4), measured) == (Row(64, ("bruck",)), Row(math.inf, ("direct",)))
     assert rows("barrier", on(4), {0: {"tree": 1.0}}) == (Row(math.inf, ("tree",)),)
 
 

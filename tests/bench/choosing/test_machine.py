@@ -35,41 +35,47 @@ def true_samples() -> list[Sample]:
     """What would be measured if the model were true."""
     blank = [Sample(pattern, SAME_HOST, size, 1.0) for pattern in PATTERNS for size in SIZES]
     seconds = predicted(blank, MACHINE)
-    return [each._replace(seconds=time) for each, time in zip(blank, seconds.tolist(), strict=True)]
+    return [
+        sample._replace(seconds=time) for sample, time in zip(blank, seconds.tolist(), strict=True)
+    ]
 
 
 def samples(noise: float = 0.0) -> list[Sample]:
     """The same with noise that only takes longer."""
     draw = Random(1).random
-    return [each._replace(seconds=each.seconds * (1 + noise * draw())) for each in true_samples()]
+    return [slower(sample, 1 + noise * draw()) for sample in true_samples()]
+
+
+def slower(sample: Sample, factor: float) -> Sample:
+    return sample._replace(seconds=sample.seconds * factor)
 
 
 def test_a_machine_is_found_again_from_its_own_times() -> None:
     links = fitted_links(samples(), LIMIT, BASE)
     assert [link.up_to_bytes for link in links] == [LIMIT, math.inf]
     assert [link.is_rendezvous for link in links] == [False, True]
-    for found, true in zip(links, (EAGER, REST), strict=True):
-        of_link = [each for each in samples() if (each.num_bytes <= LIMIT) == (true is EAGER)]
-        assert np.abs(link_errors(of_link, found, BASE)).max() < 0.02
-        assert found.seconds_per_byte == pytest.approx(true.seconds_per_byte, rel=0.05)
+    for fitted, true in zip(links, (EAGER, REST), strict=True):
+        of_link = [sample for sample in samples() if (sample.num_bytes <= LIMIT) == (true is EAGER)]
+        assert np.abs(link_errors(of_link, fitted, BASE)).max() < 0.02
+        assert fitted.seconds_per_byte == pytest.approx(true.seconds_per_byte, rel=0.05)
         start_up, truth = (
-            2 * link.overhead_seconds + link.latency_seconds for link in (found, true)
+            2 * link.overhead_seconds + link.latency_seconds for link in (fitted, true)
         )
         assert start_up == pytest.approx(truth, rel=0.05)
-        assert found.gap_seconds == pytest.approx(true.gap_seconds, rel=0.2)
+        assert fitted.gap_seconds == pytest.approx(true.gap_seconds, rel=0.2)
 
 
 def test_noise_moves_a_machine_by_no_more_than_the_noise() -> None:
     links = fitted_links(samples(noise=0.1), LIMIT, BASE)
-    for found, true in zip(links, (EAGER, REST), strict=True):
+    for fitted, true in zip(links, (EAGER, REST), strict=True):
         for size in (8, 4096, 1 << 20):
-            assert 0.98 < found.seconds(size) / true.seconds(size) < 1.12
+            assert 0.98 < fitted.seconds(size) / true.seconds(size) < 1.12
 
 
 def test_one_time_that_was_disturbed_decides_little() -> None:
     disturbed = samples()
-    at = disturbed.index(next(each for each in disturbed if each.num_bytes == 8192))
-    disturbed[at] = disturbed[at]._replace(seconds=5 * disturbed[at].seconds)
+    at = disturbed.index(next(sample for sample in disturbed if sample.num_bytes == 8192))
+    disturbed[at] = slower(disturbed[at], 5)
     rest = fitted_links(disturbed, LIMIT, BASE)[-1]
     assert rest.seconds(1 << 20) == pytest.approx(REST.seconds(1 << 20), rel=0.05)
     assert rest.seconds(32768) == pytest.approx(REST.seconds(32768), rel=0.2)
@@ -127,35 +133,33 @@ def test_times_of_no_machine_are_refused(at: int, seconds: float, sentence: str)
 
 def test_times_without_any_order_are_refused() -> None:
     random = Random(2)
-    wrong = [
-        each._replace(seconds=each.seconds * 10 ** random.uniform(-3, 3)) for each in samples()
-    ]
+    wrong = [slower(sample, 10 ** random.uniform(-3, 3)) for sample in samples()]
     with pytest.raises(ValueError, match=r"no link has the times measured .* repeat|disturbed"):
         fitted_links(wrong, LIMIT, BASE)
 
 
 def test_samples_in_which_ranks_lost_their_cores_do_not_count() -> None:
     """They take a hundred microseconds more, whatever their size; the others are fitted alone."""
-    slow = [
-        each._replace(seconds=each.seconds + 1e-4, is_quiet=False) if number % 3 == 1 else each
-        for number, each in enumerate(samples())
+    slow = samples()
+    slow[1::3] = [
+        sample._replace(seconds=sample.seconds + 1e-4, is_quiet=False) for sample in slow[1::3]
     ]
-    by_pattern = [[each for each in slow if each.pattern == pattern] for pattern in PATTERNS]
-    quiet = [each for one in by_pattern for each in undisturbed(one)]
-    assert len(quiet) < 0.7 * len(slow) and all(each.is_quiet for each in quiet)
-    for found, true in zip(fitted_links(quiet, LIMIT, BASE), (EAGER, REST), strict=True):
+    by_pattern = [[sample for sample in slow if sample.pattern == pattern] for pattern in PATTERNS]
+    quiet = [sample for one in by_pattern for sample in undisturbed(one)]
+    assert len(quiet) < 0.7 * len(slow) and all(sample.is_quiet for sample in quiet)
+    for fitted, true in zip(fitted_links(quiet, LIMIT, BASE), (EAGER, REST), strict=True):
         for size in (8, 4096, 1 << 20):
-            assert found.seconds(size) == pytest.approx(true.seconds(size), rel=0.05)
-    spoilt = fitted_links([each._replace(is_quiet=True) for each in slow], LIMIT, BASE)
+            assert fitted.seconds(size) == pytest.approx(true.seconds(size), rel=0.05)
+    spoilt = fitted_links([sample._replace(is_quiet=True) for sample in slow], LIMIT, BASE)
     assert spoilt[0].seconds(8) > 1.05 * EAGER.seconds(8), "the negative control"
 
 
 def test_where_ranks_lose_their_cores_again_and_again_nothing_is_fitted() -> None:
-    pings = [each for each in samples() if each.pattern == "ping-pong"]
-    busy = [each._replace(is_quiet=each.num_bytes < 2000) for each in pings]
+    pings = [ping for ping in samples() if ping.pattern == "ping-pong"]
+    busy = [ping._replace(is_quiet=ping.num_bytes < 2000) for ping in pings]
     with pytest.raises(ValueError, match=r"nearly every ping-pong on same_host \(7 of 10 sizes\)"):
         undisturbed(busy)
-    few = [each for each in samples() if each.num_bytes not in (8, 128, 512)]
+    few = [sample for sample in samples() if sample.num_bytes not in (8, 128, 512)]
     with pytest.raises(ValueError, match="too few messages up to 4096 bytes on same_host"):
         fitted_links(few, LIMIT, BASE)
 
@@ -175,18 +179,18 @@ def least(taken: list[Taken]) -> Time:
 
 
 def test_a_link_of_each_class_is_measured_between_the_first_ranks_that_have_it() -> None:
-    def found(*host_of: int, at_once: bool = False) -> list[tuple[object, ...]]:
-        return [tuple(each) for each in groups_of(host_of, at_once=at_once)]
+    def groups(*host_of: int, at_once: bool = False) -> list[tuple[object, ...]]:
+        return [tuple(group) for group in groups_of(host_of, at_once=at_once)]
 
     first = ((0, 1),)
-    assert found(0, 0, 1, 1) == [(SAME_HOST, first, first), (OTHER_HOST, ((0, 2),), ((0, 2),))]
-    assert found(0, 1, 1) == [(OTHER_HOST, first, first), (SAME_HOST, ((1, 2),), ((1, 2),))]
-    assert found(0, 1, 2) == [(OTHER_HOST, first, ((0, 1, 2),))], "a ring of one rank of each host"
-    assert found(0) == []
+    assert groups(0, 0, 1, 1) == [(SAME_HOST, first, first), (OTHER_HOST, ((0, 2),), ((0, 2),))]
+    assert groups(0, 1, 1) == [(OTHER_HOST, first, first), (SAME_HOST, ((1, 2),), ((1, 2),))]
+    assert groups(0, 1, 2) == [(OTHER_HOST, first, ((0, 1, 2),))], "a ring of one rank of each host"
+    assert groups(0) == []
     same, other = ((0, 1), (2, 3)), ((0, 2), (1, 3))
     at_once = [(SAME_HOST, same, same), (OTHER_HOST, other, ((0, 2),))]
-    assert found(0, 0, 1, 1, at_once=True) == at_once
-    assert found(0, 0, 0, at_once=True) == [(SAME_HOST, first, first)], "one is left over"
+    assert groups(0, 0, 1, 1, at_once=True) == at_once
+    assert groups(0, 0, 0, at_once=True) == [(SAME_HOST, first, first)], "one is left over"
 
 
 def test_a_ring_of_ranks_exchanges_as_two_do_where_nothing_is_shared() -> None:
@@ -212,10 +216,10 @@ def test_goals_are_judged_by_errors_and_by_what_would_be_picked() -> None:
 
 
 def test_picks_are_compared_size_by_size() -> None:
-    found = [held("ring", 1.0, 1.0), held("linear", 2.0, 2.0)]
-    found += [held("ring", 4.0, 3.0, 64), held("linear", 2.0, 5.0, 64)]
-    assert regrets(found) == [1.0, 2.0]
-    assert verdict(found).regret == pytest.approx(math.sqrt(2)) and verdict(found).worst == 2.0
+    calls = [held("ring", 1.0, 1.0), held("linear", 2.0, 2.0)]
+    calls += [held("ring", 4.0, 3.0, 64), held("linear", 2.0, 5.0, 64)]
+    assert regrets(calls) == [1.0, 2.0]
+    assert verdict(calls).regret == pytest.approx(math.sqrt(2)) and verdict(calls).worst == 2.0
 
 
 # On real ranks

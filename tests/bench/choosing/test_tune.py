@@ -37,14 +37,14 @@ def test_what_is_measured_is_written_and_can_be_loaded(tmp_path):
     numbers = tmp_path / "numbers.json"
     job = tune(path, "--json", str(numbers))
     assert job.returncode == 0, job.stdout + job.stderr
-    (found,) = Decisions.from_json(path.read_text()).measured.values()
-    assert set(found.tables) == set(collectives.algorithms.collectives())
-    assert {row.largest for rows in found.tables.values() for row in rows} <= {LIMIT, math.inf}
-    assert found.facts["dtype"] == "float32" and found.facts["mpi"] in job.stdout
+    (measured,) = Decisions.from_json(path.read_text()).measured.values()
+    assert set(measured.tables) == set(collectives.algorithms.collectives())
+    assert {row.largest for rows in measured.tables.values() for row in rows} <= {LIMIT, math.inf}
+    assert measured.facts["dtype"] == "float32" and measured.facts["mpi"] in job.stdout
     printed = json.loads(numbers.read_text())
-    assert set(printed["tables"]) == set(found.tables)
+    assert set(printed["tables"]) == set(measured.tables)
     least, most = printed["tables"]["all_reduce"]
-    rows = found.tables["all_reduce"]
+    rows = measured.tables["all_reduce"]
     assert (least["bytes"], most["bytes"]) == (8, 65536)
     assert (least["best"], most["best"]) == (rows[0].labels[0], rows[-1].labels[0])
     assert f"{least['us']:.2f}" in job.stdout and f"{most['us']:.2f}" in job.stdout
@@ -54,7 +54,7 @@ def test_what_is_measured_is_written_and_can_be_loaded(tmp_path):
         told = comm.explain("all_reduce", np.zeros(2, np.float32))
         return told.chosen, told.reason.partition(":")[0]
 
-    best = found.tables["all_reduce"][0].labels[0]
+    best = measured.tables["all_reduce"][0].labels[0]
     assert collectives.run(loaded, 2) == [(best, "table measured on 2 ranks")] * 2
 
 
@@ -87,14 +87,14 @@ def test_what_is_measured_on_devices_is_apart(tmp_path):
     options = ["--device", "cuda", "--collective", "exscan", "--output", str(path)]
     job = run(program, *QUICK, "-e", "8", *options)
     assert job.returncode == 0, job.stdout + job.stderr
-    found = Decisions.from_json(path.read_text())
-    assert found.measured[Ranks(2)].tables["exscan"][0].labels == ("doubling",)
-    (two,) = found.on_devices.values()
+    decisions = Decisions.from_json(path.read_text())
+    assert decisions.measured[Ranks(2)].tables["exscan"][0].labels == ("doubling",)
+    (two,) = decisions.on_devices.values()
     assert two.facts["arrays"] == "fake" and set(two.tables) == {"exscan"}
     labels = {label for row in two.tables["exscan"] for label in row.labels}
-    on_device = collectives.choose("exscan", None, 2, 8, decisions=found, on_device=True)
+    on_device = collectives.choose("exscan", None, 2, 8, decisions=decisions, on_device=True)
     assert on_device.label in labels and "measured on devices of 2 ranks" in on_device.reason
-    assert collectives.choose("exscan", None, 2, 8, decisions=found).label == "doubling"
+    assert collectives.choose("exscan", None, 2, 8, decisions=decisions).label == "doubling"
     assert "linear" in job.stdout, "the built-in rule for devices"
 
 

@@ -38,7 +38,7 @@ FAULTS = (
 )
 SUMMARY = {"collective": "scan", "size": 8, "best": "ring", "best_seconds": 1e-6, "call": 2e-6}
 LATE = "it was not done after 2 s"
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
 def job(folder: Path, *faults: str) -> subprocess.CompletedProcess[str]:
@@ -54,16 +54,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def read(folder: Path, name: str) -> Found:
-    found: Found = json.loads((folder / f"{name}.json").read_text())
-    return found
+def read(folder: Path, name: str) -> Result:
+    result: Result = json.loads((folder / f"{name}.json").read_text())
+    return result
 
 
-def wrong(found: Found, name: str) -> dict[int, set[int]]:
+def wrong(result: Result, name: str) -> dict[int, set[int]]:
     """By size, the numbers of wrong elements of a contender in both forms."""
     return {
         row["size"]: {row[form]["wrong"] for form in FORMS if row[form]}
-        for row in found["rows"]
+        for row in result["rows"]
         if row["name"] == name
     }
 
@@ -72,32 +72,32 @@ ALL_RIGHT = {1024: {0}, 65536: {0}}
 
 
 def test_other_libraries_are_measured_and_checked_beside_ours(folder: Path) -> None:
-    found = read(folder, "right")
+    result = read(folder, "right")
     for name in ("call", NCCL, THROUGH_HOST):
-        assert wrong(found, name) == ALL_RIGHT
-    assert found["left_out"] == {NATIVE: UNTRIED}
-    assert (found["devices"], found["links"], found["mps"]) == (1, "peer", False)
-    assert found["copy_rate"] > 0
-    assert all(row[form]["of_copy"] > 0 for row in found["rows"] for form in FORMS)
+        assert wrong(result, name) == ALL_RIGHT
+    assert result["left_out"] == {NATIVE: UNTRIED}
+    assert (result["devices"], result["links"], result["mps"]) == (1, "peer", False)
+    assert result["copy_rate"] > 0
+    assert all(row[form]["of_copy"] > 0 for row in result["rows"] for form in FORMS)
 
 
 def test_every_collective_that_nccl_has_is_measured_beside_mpi_on_devices(folder: Path) -> None:
-    found = read(folder, "all")
-    assert found["left_out"] == {} and found["wrong"] == 0
+    result = read(folder, "all")
+    assert result["left_out"] == {} and result["wrong"] == 0
     names: dict[str, set[str]] = {}
-    for row in found["rows"]:
+    for row in result["rows"]:
         names.setdefault(row["collective"], set()).add(row["name"])
         is_nccl_in_place = row["collective"] == "all_to_all" and row["name"] == NCCL
         assert (row["in_place"] is None) == is_nccl_in_place
     assert names.pop("scan") == {"call", THROUGH_HOST, NATIVE}
-    assert len(names) == 7 and all(each == {"call", *RIVALS} for each in names.values())
+    assert len(names) == 7 and all(contenders == {"call", *RIVALS} for contenders in names.values())
     assert "# NCCL: not measured, there is no scan" in (folder / "said.txt").read_text()
 
 
 def test_wrong_results_of_another_library_are_counted(folder: Path) -> None:
-    found = read(folder, "wrong")
-    assert wrong(found, NCCL) == {1024: {1}, 65536: {1}}
-    assert wrong(found, "call") == wrong(found, THROUGH_HOST) == ALL_RIGHT
+    result = read(folder, "wrong")
+    assert wrong(result, NCCL) == {1024: {1}, 65536: {1}}
+    assert wrong(result, "call") == wrong(result, THROUGH_HOST) == ALL_RIGHT
 
 
 @pytest.mark.parametrize(
@@ -113,10 +113,10 @@ def test_wrong_results_of_another_library_are_counted(folder: Path) -> None:
 def test_a_library_that_fails_is_left_out_from_then_on_and_the_run_goes_on(
     folder: Path, fault: str, why: str
 ) -> None:
-    found = read(folder, fault)
-    assert found["left_out"] == {NCCL: why, NATIVE: UNTRIED}
-    assert wrong(found, NCCL) == ({1024: {0}} if fault == "hanging" else {})
-    assert wrong(found, "call") == wrong(found, THROUGH_HOST) == ALL_RIGHT
+    result = read(folder, fault)
+    assert result["left_out"] == {NCCL: why, NATIVE: UNTRIED}
+    assert wrong(result, NCCL) == ({1024: {0}} if fault == "hanging" else {})
+    assert wrong(result, "call") == wrong(result, THROUGH_HOST) == ALL_RIGHT
     assert f"# NCCL: left out, {why}\n" in (folder / "said.txt").read_text()
 
 
@@ -144,8 +144,8 @@ def test_a_table_has_the_best_of_ours_beside_the_others(folder: Path) -> None:
     faster = form | {"seconds": 3e-6, "of_copy": 0.5}
     times = {"ring": form, "linear": faster, "call": form | {"seconds": 5e-6}, NCCL: form}
     rows = [
-        {"collective": "scan", "size": 1024, "name": name, "out_of_place": found, "in_place": None}
-        for name, found in times.items()
+        {"collective": "scan", "size": 1024, "name": name, "out_of_place": timing, "in_place": None}
+        for name, timing in times.items()
     ]
     facts = {"ranks": 2, "devices": 1, "mps": True, "links": "no driver", "copy_rate": 1.5e12}
     steps = {
@@ -184,8 +184,8 @@ def test_the_busiest_rank_must_read_its_input_and_write_its_result(
     case = Case(collective, 3, 4, 16, np.dtype("float32"))
     assert least_copied(case) == num_bytes
     samples = Samples((Quartiles(2.0, 2.0, 2.0),) * 4, 1)
-    found = measurement(case, NCCL, None, samples, 0, average=3, noise=0.0, rate=128.0)
-    assert found.of_copy == num_bytes / 2 / 128
+    row = measurement(case, NCCL, None, samples, 0, average=3, noise=0.0, rate=128.0)
+    assert row.of_copy == num_bytes / 2 / 128
 
 
 def module(monkeypatch: pytest.MonkeyPatch, **named: Any) -> None:

@@ -81,8 +81,8 @@ def test_the_loss_is_that_of_the_model_alone(data: text.Bytes) -> None:
     """An auxiliary loss of great weight, added in training, is no part of it."""
     heavy = partial(GATES["switch"], weight=1000.0)
     settings = SMALL._replace(steps=1)
-    found = train(Scheme("heavy", 1, heavy), 0, settings, data).loss
-    assert 0 < found < 2 * np.log(256)
+    loss = train(Scheme("heavy", 1, heavy), 0, settings, data).loss
+    assert 0 < loss < 2 * np.log(256)
 
 
 def made(name: str, seed: int, choices: list[int], loss: float) -> Run:
@@ -111,10 +111,10 @@ def test_the_command_compares_with_none_and_writes_files(
     printed = capsys.readouterr().out
     assert "none, k=1" in printed and "none, k=2" not in printed
     result = json.loads((tmp_path / "x.json").read_text())
-    assert [each["name"] for each in result["summaries"]] == ["none, k=1", "switch"]
-    runs = [Run.from_dict(each) for each in result["runs"]]
+    assert [summary["name"] for summary in result["summaries"]] == ["none, k=1", "switch"]
+    runs = [Run.from_dict(run) for run in result["runs"]]
     assert len(runs) == 4
-    assert [each.as_dict() for each in summaries(runs)] == result["summaries"]
+    assert [summary.as_dict() for summary in summaries(runs)] == result["summaries"]
     assert result["settings"]["last"] == 2  # no more than there are
     section = experts.balance_section(str(tmp_path / "x.json")).splitlines()
     assert [line.split(" | ")[0] for line in section[2:4]] == ["| none", "| switch"]
@@ -155,7 +155,7 @@ def test_what_cannot_be_trained_is_refused(
 
 def test_every_gate_is_among_the_schemes() -> None:
     """Every gate by its name has a run, and what it is compared with is one of them."""
-    names = {each.name.partition(",")[0] for each in SCHEMES}
+    names = {scheme.name.partition(",")[0] for scheme in SCHEMES}
     assert names == {"none", *GATES}
-    assert {baseline(each.k) for each in SCHEMES} <= {each.name for each in SCHEMES}
-    assert [each.name for each in chosen(["bias"])] == ["none, k=2", "bias"]
+    assert {baseline(scheme.k) for scheme in SCHEMES} <= {scheme.name for scheme in SCHEMES}
+    assert [scheme.name for scheme in chosen(["bias"])] == ["none, k=2", "bias"]

@@ -20,7 +20,7 @@ from bench.experts.dispatch_results import (
     THEIRS,
     Bytes,
     Dispatched,
-    Found,
+    JobResult,
     Sliced,
 )
 from bench.experts.dispatch_steps import (
@@ -38,8 +38,8 @@ from docs.generate import experts
 SIZE = Size(tokens=24, dim=5, num_experts=4)
 
 
-def found(theirs: float = 2.0, parts: float = 1.0, hierarchical: int = 3) -> Found:
-    return Found(
+def job_result(theirs: float = 2.0, parts: float = 1.0, hierarchical: int = 3) -> JobResult:
+    return JobResult(
         4,
         [Dispatched("switch", {THEIRS: theirs, OURS: 1.0}, {OURS: 0}, 1.0)],
         [Sliced("gshard", {"1": 1.0, "2": 0.9, "4": parts})],
@@ -47,22 +47,22 @@ def found(theirs: float = 2.0, parts: float = 1.0, hierarchical: int = 3) -> Fou
     )
 
 
-def missed(case: Found) -> list[str]:
-    return [goal.what for goal in dispatch_results.goals([case]) if not goal.is_met]
+def missed(job: JobResult) -> list[str]:
+    return [goal.what for goal in dispatch_results.goals([job]) if not goal.is_met]
 
 
 def test_goals_are_met_or_missed() -> None:
     """Where each token has one expert, no fewer bytes between hosts are demanded; else, fewer."""
-    assert missed(found()) == []
-    assert missed(found(theirs=1.2)) == ["switch on 4 ranks: Alltoallv / ours"]
-    assert missed(found(parts=1.1)) == ["gshard on 4 ranks: one part / several"]
-    assert missed(found(hierarchical=4)) == ["gshard on 4 ranks: bytes, flat / hierarchical"]
+    assert missed(job_result()) == []
+    assert missed(job_result(theirs=1.2)) == ["switch on 4 ranks: Alltoallv / ours"]
+    assert missed(job_result(parts=1.1)) == ["gshard on 4 ranks: one part / several"]
+    assert missed(job_result(hierarchical=4)) == ["gshard on 4 ranks: bytes, flat / hierarchical"]
 
 
 def test_a_job_that_failed_has_no_rows() -> None:
-    assert Found.of(2, {}) == Found(2, [], [], [])
-    titles = list(dispatch_results.tables([found()]))
-    assert list(dispatch_results.tables([Found.of(2, {})])) == titles[:2]
+    assert JobResult.of(2, {}) == JobResult(2, [], [], [])
+    titles = list(dispatch_results.tables([job_result()]))
+    assert list(dispatch_results.tables([JobResult.of(2, {})])) == titles[:2]
 
 
 @pytest.mark.parametrize("name", dispatch_results.GATES)
@@ -96,10 +96,10 @@ def test_a_quick_run_measures_everything(tmp_path, capsys) -> None:
     assert main(["moe", "--quick", "--ranks", "4", "--json", str(path)]) == 0, capsys.readouterr()
     result = json.loads(path.read_text())
     (job,) = result["jobs"].values()
-    case = Found.of(4, job)
-    assert [each.gate for each in case.dispatched] == list(dispatch_results.GATES)
-    assert [each.gate for each in case.hosts] == list(dispatch_results.GATES)
-    assert not any(sum(each.wrong.values()) for each in case.dispatched)
+    job_result = JobResult.of(4, job)
+    assert [case.gate for case in job_result.dispatched] == list(dispatch_results.GATES)
+    assert [sent.gate for sent in job_result.hosts] == list(dispatch_results.GATES)
+    assert not any(sum(case.wrong.values()) for case in job_result.dispatched)
     assert len(result["goals"]) == 3 + 1 + 2
     assert "Bytes between hosts" in capsys.readouterr().out
     check_table(path)
@@ -109,7 +109,7 @@ def check_table(path: Path) -> None:
     """The document has a line for each goal, and runs of other commits are refused."""
     result = experts.moe_result(str(path))
     lines = experts.moe_section([result, result]).splitlines()
-    (line,) = [each for each in lines if each.startswith("| switch on 4 ranks: Alltoallv / ours")]
+    (line,) = [row for row in lines if row.startswith("| switch on 4 ranks: Alltoallv / ours")]
     assert line.split(" | ")[1] == "1.30" and line.count("|") == 5
     other = result | {"provenance": result["provenance"] | {"commit": "another"}}
     with pytest.raises(ValueError, match="not of the same commit"):

@@ -151,17 +151,17 @@ def test_the_numbers_become_tables_of_the_documents(tmp_path):
 
 @pytest.mark.parametrize("no_mpi", [None, "mpi4py finds no MPI library"])
 def test_every_step_is_a_command_that_can_be_run(no_mpi):
-    found = {step.name: list(step.command) for step in gpu.steps(no_mpi)}
+    commands = {step.name: list(step.command) for step in gpu.steps(no_mpi)}
     names = [*(kind.name.replace(",", "") for kind in KINDS), *gpu.LAYOUTS]
-    trained = [found.pop(f"train {name}") for name in names]
+    trained = [commands.pop(f"train {name}") for name in names]
     folder = gpu.ROOT / "tests" / "gpu"
     paths = sorted({*folder.glob("test_*.py")} - {folder / gpu.KERNELS})
-    kernels = found.pop("kernels mps", None)
+    kernels = commands.pop("kernels mps", None)
     assert kernels is None if no_mpi else kernels[-2:] == ["pytest", str(folder / gpu.KERNELS)]
-    assert {"tests cupy", "tests devices"} < set(found)
-    tests = [found.pop(name) for name in list(found) if name.startswith(gpu.TESTS)]
+    assert {"tests cupy", "tests devices"} < set(commands)
+    tests = [commands.pop(name) for name in list(commands) if name.startswith(gpu.TESTS)]
     assert tests == [["-m", "pytest", str(path)] for path in paths]
-    tables = {name: found.pop(name) for name in list(found) if name.startswith("devices ")}
+    tables = {name: commands.pop(name) for name in list(commands) if name.startswith("devices ")}
     assert list(tables) == (
         [] if no_mpi else [f"devices {n}" for n in ("2", "2 mps", "4", "4 mps")]
     )
@@ -170,10 +170,10 @@ def test_every_step_is_a_command_that_can_be_run(no_mpi):
         assert (options.device, options.native, len(options.sizes)) == ("cuda", True, 5)
         assert ("bench.gpu.mps" in words) == ("mps" in name)
         assert str(options.ngpus) == name.split()[1]
-    assert set(found) == (set() if no_mpi else {"collectives"})
+    assert set(commands) == (set() if no_mpi else {"collectives"})
     for words in trained:
         program, module = ("moe.train", mixtures) if "--moe" in words else ("parallel.train", train)
         options = module.COMMAND.parser().parse_args(words[words.index(program) + 1 :])
         assert options.device == "cuda" and options.threads == (2 if no_mpi else None)
-    for words in found.values():
+    for words in commands.values():
         assert parsed(words[words.index("bench") + 1 :]).device == "cuda"

@@ -54,8 +54,8 @@ def compared(tmp_path, capsys):
     """The exit status and the output of a comparison with the result that has not changed."""
 
     def compare(after: dict, *options: str) -> tuple[int, str]:
-        for name, found in (("a", a_result()), ("b", after)):
-            (tmp_path / name).write_text(json.dumps(found))
+        for name, result in (("a", a_result()), ("b", after)):
+            (tmp_path / name).write_text(json.dumps(result))
         words = ["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--wide", *options]
         try:
             return main(words), capsys.readouterr().out

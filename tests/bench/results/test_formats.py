@@ -30,17 +30,17 @@ def row(collective: str, name: str = "plan", wrong: int = 0) -> Row:
     samples, case = Samples(tuple(ranks), 20), CASES[collective]
     selected = {"all_gather": "ring", "barrier": "dissemination"}.get(collective, "linear")
     algorithm = selected if name == "plan" else None
-    found = measurement(case, name, algorithm, samples, wrong, average=3, noise=0.05)
-    apart = None if collective == "broadcast" else found
-    return Row(case, name, algorithm, apart, None if collective == "barrier" else found)
+    form = measurement(case, name, algorithm, samples, wrong, average=3, noise=0.05)
+    apart = None if collective == "broadcast" else form
+    return Row(case, name, algorithm, apart, None if collective == "barrier" else form)
 
 
 def test_a_line_has_the_columns_of_nccl_tests():
     (line,) = FORMATS["nccl"].lines([row("all_reduce")])
-    found = NCCL.match(line)
-    assert found is not None
-    assert found.groups()[:5] == ("1000000", "250000", "float32", "sum", "-1")
-    assert found.groups()[5:] == ("3000.00", "0.33", "0.50", "0") * 2
+    columns = NCCL.match(line)
+    assert columns is not None
+    assert columns.groups()[:5] == ("1000000", "250000", "float32", "sum", "-1")
+    assert columns.groups()[5:] == ("3000.00", "0.33", "0.50", "0") * 2
     assert line.split()[-1] == "plan:linear" and line.split()[-5:-1] == ["10.0", "1.00"] * 2
 
 
@@ -92,10 +92,10 @@ def test_osu_has_a_table_for_each_contender_and_no_size_for_a_barrier():
 def test_csv_has_a_line_for_each_form():
     csv_format, rows = FORMATS["csv"], [row("all_reduce"), row("broadcast", "native")]
     assert csv_format.comment("scan") == csv_format.tail(rows) == []
-    found = list(csv.DictReader([*csv_format.head({}), *csv_format.lines(rows)]))
-    assert [line["form"] for line in found] == [*FORMS, "in_place"]
-    assert float(found[0]["seconds"]) == 3e-3 and found[0]["algorithm"] == "linear"
-    assert found[2]["portbw"] == "" and found[2]["root"] == "2" and found[2]["noise"] == "0.05"
+    lines = list(csv.DictReader([*csv_format.head({}), *csv_format.lines(rows)]))
+    assert [line["form"] for line in lines] == [*FORMS, "in_place"]
+    assert float(lines[0]["seconds"]) == 3e-3 and lines[0]["algorithm"] == "linear"
+    assert lines[2]["portbw"] == "" and lines[2]["root"] == "2" and lines[2]["noise"] == "0.05"
 
 
 @pytest.mark.parametrize(

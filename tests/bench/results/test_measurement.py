@@ -37,8 +37,8 @@ def test_the_bus_factor_is_that_of_nccl_tests(collective, wanted):
 
 
 def rates(algorithm: str):
-    found = made([Quartiles(0.5, 0.5, 0.5)] * 4, algorithm)
-    return found.algbw, found.busbw, found.portbw
+    rates = made([Quartiles(0.5, 0.5, 0.5)] * 4, algorithm)
+    return rates.algbw, rates.busbw, rates.portbw
 
 
 def test_the_port_of_a_wasteful_algorithm_is_busier_than_the_bus():
@@ -54,9 +54,9 @@ def test_the_port_knows_the_options():
 @pytest.mark.parametrize(("average", "seconds"), [(0, 1.0), (1, 2.0), (2, 1.0), (3, 3.0)])
 def test_the_time_among_ranks_is_that_of_nccl_tests(average, seconds):
     ranks = [Quartiles(s, s, s) for s in (1.0, 2.0, 2.0, 3.0)]
-    found = made(ranks, average=average)
-    assert found.seconds == seconds
-    assert (found.fastest, found.mean, found.slowest) == (1.0, 2.0, 3.0)
+    measured = made(ranks, average=average)
+    assert measured.seconds == seconds
+    assert (measured.fastest, measured.mean, measured.slowest) == (1.0, 2.0, 3.0)
 
 
 def test_the_spread_is_half_the_distance_between_the_quartiles():
@@ -71,8 +71,8 @@ def test_a_line_to_compare_with_has_no_result_to_check():
 def test_ratios_say_how_many_times_faster_ours_is():
     times = {"ring": 0.5, "linear": 1.0, "call": 2.0, "native": 1.0, "memcpy": 0.1, "bound": 0.1}
     rows = [row(name, seconds) for name, seconds in times.items()]
-    (found,) = summaries(rows)
-    assert (found.best, found.best_ratio, found.call_ratio) == ("ring", 2.0, 0.5)
+    (summary,) = summaries(rows)
+    assert (summary.best, summary.best_ratio, summary.call_ratio) == ("ring", 2.0, 0.5)
     assert as_dict(rows)["geometric_mean"] == {"best": 2.0, "call": 0.5}
 
 

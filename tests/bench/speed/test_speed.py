@@ -66,7 +66,7 @@ def goal(formula: Formula, who: tuple[str, ...], bound: float, *sizes: int, **mo
     return Goal("all_reduce", PAIR, sizes or (TINY,), formula, who, bound, **more)
 
 
-def found(goal: Goal, *cases: Timed, cores: int = 2, **reasons: str) -> Finding:
+def judged(goal: Goal, *cases: Timed, cores: int = 2, **reasons: str) -> Finding:
     times = {(goal.job, case.collective, case.size): case for case in cases}
     return goals.finding(goal, times, reasons, cores)
 
@@ -100,15 +100,15 @@ def found(goal: Goal, *cases: Timed, cores: int = 2, **reasons: str) -> Finding:
 )
 def test_each_formula_is_met_and_missed(formula, bound, good, bad, verdict):
     wanted = goal(formula, tuple(good), bound)
-    assert found(wanted, timed(**good)).verdict == "met"
-    missed = found(wanted, timed(**bad))
+    assert judged(wanted, timed(**good)).verdict == "met"
+    missed = judged(wanted, timed(**bad))
     assert missed.is_met is False and missed.verdict == f"missed by {verdict}"
 
 
 def test_the_rate_of_an_all_reduce_is_compared_with_that_of_a_copy():
     seconds = Limit(2, timed(1000, memcpy=1e-6)).seconds
     for share, is_met in ((0.91, True), (0.89, False)):
-        result = found(
+        result = judged(
             goal(COPY_RATE, (PLAN, MEMCPY), 0.9, 1000),
             timed(1000, memcpy=1e-6, plan=seconds / share),
         )
@@ -117,7 +117,7 @@ def test_the_rate_of_an_all_reduce_is_compared_with_that_of_a_copy():
 
 def test_the_worst_size_is_judged_and_the_missed_ones_are_counted():
     cases = [timed(n, native=native, plan=1.0) for n, native in ((8, 2.0), (16, 0.8), (32, 0.9))]
-    result = found(goal(FASTER, BESIDE_MPI, 1, 8, 16, 32), *cases)
+    result = judged(goal(FASTER, BESIDE_MPI, 1, 8, 16, 32), *cases)
     assert (result.worst, result.missed) == (16, [16, 32])
     assert goals.as_dict(result)["cells"] == [
         "all-reduce",
@@ -132,40 +132,40 @@ def test_the_worst_size_is_judged_and_the_missed_ones_are_counted():
 
 def test_the_worst_difference_is_the_greatest():
     cases = [timed(8, plan=1e-6, call=1.5e-6), timed(16, plan=1e-6, call=3e-6)]
-    assert found(goal(ABOVE, (CALL, PLAN), 1e-6, 8, 16), *cases).worst == 16
+    assert judged(goal(ABOVE, (CALL, PLAN), 1e-6, 8, 16), *cases).worst == 16
 
 
 def test_a_mean_is_geometric_and_one_bad_size_does_not_decide():
     cases = timed(8, native=0.5, plan=1), timed(32, native=8, plan=1)
     wanted = goal(FASTER, BESIDE_MPI, 1.7, 8, 32, in_the_mean=True)
-    result = found(wanted, *cases)
+    result = judged(wanted, *cases)
     assert result.value == pytest.approx(2.0) and result.verdict == "met"
     assert goals.as_dict(result)["cells"][3:6] == [
         "at least 1.7x faster in the mean",
         "2.000",
         "the mean",
     ]
-    assert found(wanted._replace(bound=2.5), *cases).verdict == "missed by 20.0%"
+    assert judged(wanted._replace(bound=2.5), *cases).verdict == "missed by 20.0%"
 
 
 def test_what_was_not_measured_is_not_met():
-    result = found(goal(FASTER, BESIDE_MPI, 1), pair=command.NO_TORCH)
+    result = judged(goal(FASTER, BESIDE_MPI, 1), pair=command.NO_TORCH)
     assert result.is_met is None
     assert result.verdict == "not measured: torch is not installed"
 
 
 def test_what_needs_more_cores_is_told_and_not_judged():
     wanted = goal(FASTER, BESIDE_MPI, 1, cores=4)
-    result = found(wanted, timed(native=1.0, plan=9.0), cores=2)
+    result = judged(wanted, timed(native=1.0, plan=9.0), cores=2)
     assert result.is_met is None and result.value == pytest.approx(1 / 9)
     assert result.verdict == "not judged: it needs 4 cores, there are 2"
-    assert found(wanted, timed(native=1.0, plan=9.0), cores=4).is_met is False
+    assert judged(wanted, timed(native=1.0, plan=9.0), cores=4).is_met is False
 
 
 def test_the_summary_counts_goals_that_are_met_missed_and_not_judged():
-    met = found(goal(FASTER, BESIDE_MPI, 1), timed(native=1.0, plan=1.0))
-    missed = found(goal(FASTER, BESIDE_MPI, 1), timed(native=1.0, plan=2.0))
-    unknown = found(goal(FASTER, BESIDE_MPI, 1), pair="lost")
+    met = judged(goal(FASTER, BESIDE_MPI, 1), timed(native=1.0, plan=1.0))
+    missed = judged(goal(FASTER, BESIDE_MPI, 1), timed(native=1.0, plan=2.0))
+    unknown = judged(goal(FASTER, BESIDE_MPI, 1), pair="lost")
     assert goals.summary([met, met, missed]) == "2 of 3 goals are met, 1 are missed."
     assert goals.summary([met, missed, unknown]).endswith("1 are missed, 1 are not judged.")
 
@@ -200,15 +200,15 @@ def test_the_summary_counts_goals_that_are_met_missed_and_not_judged():
     ],
 )
 def test_goals_demand_what_the_documents_say(job, collective, ours, targets):
-    mine = [each for each in GOALS if (each.job, each.collective) == (job, collective)]
-    assert {goals.target(each) for each in mine if each.contenders[0] == ours} == targets
+    mine = [goal for goal in GOALS if (goal.job, goal.collective) == (job, collective)]
+    assert {goals.target(goal) for goal in mine if goal.contenders[0] == ours} == targets
 
 
 def test_goals_span_the_sizes_that_the_documents_say():
     spans = {
-        (each.collective, each.contenders[0], goals.target(each)): (each.sizes[0], each.sizes[-1])
-        for each in GOALS
-        if each.job == PAIR
+        (goal.collective, goal.contenders[0], goals.target(goal)): (goal.sizes[0], goal.sizes[-1])
+        for goal in GOALS
+        if goal.job == PAIR
     }
     assert spans["all_reduce", PLAN, "not slower"] == (TINY, HUGE)
     assert spans["all_reduce", CALL, "at most 1 us above the plan"] == (TINY, 4 << 10)
@@ -224,10 +224,10 @@ def test_an_all_reduce_has_every_power_of_two_and_some_between():
 
 
 def test_every_goal_has_its_cases():
-    for each in GOALS:
-        cases = goals.cases(GOALS, each.job)
-        for size in each.sizes:
-            assert set(each.contenders) <= set(cases[each.collective, size])
+    for goal in GOALS:
+        cases = goals.cases(GOALS, goal.job)
+        for size in goal.sizes:
+            assert set(goal.contenders) <= set(cases[goal.collective, size])
 
 
 def test_the_copy_and_the_mpi_library_are_timed_beside_each_other():
@@ -306,8 +306,8 @@ def test_an_overlap_becomes_a_case():
 
 
 def test_medians_are_over_jobs():
-    found = [{"first": 3.0}, {"first": 1.0}, {"first": 2.0}]
-    assert first_call.medians(found) == {"first": 2.0}
+    jobs = [{"first": 3.0}, {"first": 1.0}, {"first": 2.0}]
+    assert first_call.medians(jobs) == {"first": 2.0}
 
 
 # The command
@@ -371,7 +371,7 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch, capfd):
     assert main(["speed", "--quick", "--timeout", "100", "--json", str(path)]) == 0
     result = json.loads(path.read_text())
     assert len(result["goals"]) == len(GOALS)
-    without = {each["cells"][-1] for each in result["goals"] if each["value"] is None}
+    without = {goal["cells"][-1] for goal in result["goals"] if goal["value"] is None}
     assert without == {"not measured: torch is not installed"}
     cases = [case for job in result["jobs"].values() for case in job.get("cases", [])]
     assert all(min(case["seconds"].values()) > 0 for case in cases)

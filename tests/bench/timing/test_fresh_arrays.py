@@ -24,8 +24,8 @@ def test_no_two_inputs_are_the_same(num_bytes, count):
 
 @pytest.mark.parametrize("num_bytes", [4, 8, 1000, ARENA, ARENA + 4])
 def test_inputs_lie_in_the_arena(num_bytes):
-    each = fresh(num_bytes // 4)
-    for x in each.inputs(3000):
+    calls = fresh(num_bytes // 4)
+    for x in calls.inputs(3000):
         assert x.nbytes == num_bytes and x.flags.c_contiguous and x.base is not None
 
 
@@ -39,6 +39,6 @@ def test_inputs_hold_zeros():
 
 
 def test_one_call_on_the_arrays_of_the_case_can_be_checked():
-    each = fresh(5)
-    each()
-    assert each.y.tolist() == [0, 2, 4, 6, 8]
+    calls = fresh(5)
+    calls()
+    assert calls.y.tolist() == [0, 2, 4, 6, 8]

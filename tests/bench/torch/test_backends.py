@@ -53,9 +53,9 @@ def options(*words: str) -> argparse.Namespace:
 
 def test_a_ratio_is_gloos_time_over_ours():
     assert both(8, ring=2.0, gloo=5.0).ratio == 2.5
-    found = results.as_dict({DDP: [both(32, 1.0, 2.0), both(64, 1.0, 8.0)]})
-    assert [each["ratio"] for each in found[DDP]] == [2.0, 8.0]
-    assert found["geometric_mean"] == {DDP: pytest.approx(4.0)}
+    result = results.as_dict({DDP: [both(32, 1.0, 2.0), both(64, 1.0, 8.0)]})
+    assert [case["ratio"] for case in result[DDP]] == [2.0, 8.0]
+    assert result["geometric_mean"] == {DDP: pytest.approx(4.0)}
 
 
 def test_beside_nccl_the_table_says_so():
@@ -96,11 +96,11 @@ def test_of_the_start_there_is_no_mean_and_no_check():
 
 
 def test_only_parts_that_were_measured_have_tables():
-    assert results.found_in({}) == {}
-    found = results.found_in({"mpi": "MPI", FSDP: [both(32, 1.0, 2.0)._asdict()]})
-    assert found == {FSDP: [both(32, 1.0, 2.0)]}
-    found[START] = []  # a job has failed
-    assert list(results.tables(found)) == [PARTS[FSDP].title]
+    assert results.cases_in({}) == {}
+    cases_by_part = results.cases_in({"mpi": "MPI", FSDP: [both(32, 1.0, 2.0)._asdict()]})
+    assert cases_by_part == {FSDP: [both(32, 1.0, 2.0)]}
+    cases_by_part[START] = []  # a job has failed
+    assert list(results.tables(cases_by_part)) == [PARTS[FSDP].title]
 
 
 # The command line
@@ -157,11 +157,11 @@ class FakeJobs:
 
 def test_backends_take_turns_to_start_and_medians_count():
     jobs = FakeJobs()
-    (found,) = first_all_reduce.both(jobs, ranks=2, count=5)
+    (case,) = first_all_reduce.both(jobs, ranks=2, count=5)
     pairs = [set(jobs.backends[i : i + 2]) for i in range(0, 10, 2)]
     assert pairs == [{RING, GLOO}] * 5
     third = {name: float(5 + jobs.backends[4:6].index(name)) for name in (RING, GLOO)}
-    assert found == Both(2, third)
+    assert case == Both(2, third)
 
 
 def test_a_start_that_fails_gives_no_times():
@@ -194,10 +194,10 @@ def test_ranks_that_do_not_hear_of_each_other_fail(tmp_path):
     words += [word for part in (CALLS, DDP, FSDP) for word in ("--part", part)]
     done = launch(2, words, env=environment(), timeout=100, capture=True)
     assert done.returncode == 1, done.stdout + done.stderr
-    found = results.found_in(json.loads(path.read_text()))
-    assert found.keys() == {CALLS, DDP, FSDP}
-    for measured in found.values():
-        assert all(each.wrong for each in measured)
+    cases_by_part = results.cases_in(json.loads(path.read_text()))
+    assert cases_by_part.keys() == {CALLS, DDP, FSDP}
+    for measured in cases_by_part.values():
+        assert all(case.wrong for case in measured)
 
 
 def test_a_quick_run_measures_everything_on_two_ranks(tmp_path, capfd):
@@ -205,12 +205,12 @@ def test_a_quick_run_measures_everything_on_two_ranks(tmp_path, capfd):
     status = main(["torch", "-g", "2", "--quick", "--timeout", "100", "-J", str(path)])
     shown = capfd.readouterr()
     assert status == 0, shown
-    found = json.loads(path.read_text())
-    amounts = {name: [each["amount"] for each in found[name]] for name in PARTS}
+    result = json.loads(path.read_text())
+    amounts = {name: [case["amount"] for case in result[name]] for name in PARTS}
     assert amounts == {CALLS: [8, 64 << 10], DDP: [32, 64], FSDP: [32, 64], START: [2]}
     for name in PARTS:
         assert PARTS[name].title in shown.out
-        for each in found[name]:
-            assert each["ratio"] == each["seconds"][GLOO] / each["seconds"][RING] > 0
-            assert not each["wrong"]
-    assert found["geometric_mean"].keys() == {CALLS, DDP, FSDP}
+        for case in result[name]:
+            assert case["ratio"] == case["seconds"][GLOO] / case["seconds"][RING] > 0
+            assert not case["wrong"]
+    assert result["geometric_mean"].keys() == {CALLS, DDP, FSDP}

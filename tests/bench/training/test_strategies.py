@@ -156,8 +156,8 @@ def test_costs_are_of_one_rank_in_one_step():
 
 def test_what_stays_in_a_group_does_not_leave_it():
     pairs = matrix({(0, 1): 7, (1, 0): 7, (2, 3): 7, (3, 2): 7})
-    found = costs(result(traffic={"matrices": {"start": STAR, "forward": pairs}}))
-    assert (found.sent, found.between) == (28 / (5 * 4 * 400), 0)
+    cost = costs(result(traffic={"matrices": {"start": STAR, "forward": pairs}}))
+    assert (cost.sent, cost.between) == (28 / (5 * 4 * 400), 0)
 
 
 @pytest.mark.parametrize("once", ["start", "finish"])
@@ -171,8 +171,8 @@ def test_what_is_sent_once_does_not_count(once):
 
 
 def test_one_rank_sends_nothing():
-    found = costs(result(ranks=1, traffic={"matrices": {}}))
-    assert (found.sent, found.between) == (0, 0)
+    cost = costs(result(ranks=1, traffic={"matrices": {}}))
+    assert (cost.sent, cost.between) == (0, 0)
 
 
 def test_data_parallelism_costs_what_the_paper_says():
@@ -188,11 +188,11 @@ def test_data_parallelism_costs_what_the_paper_says():
         "master": [0, 400],
     }
     sent = ring(steps * 2 * (p - 1) * 2 * psi // p)
-    found = costs(
+    cost = costs(
         result(traffic={"matrices": {"start": STAR, "backward": sent}}, ranks_kept=[kept] * p)
     )
-    assert (found.sent, found.between) == ((p - 1) / p, 0.375)
-    assert (found.kept, found.most) == (1.0, 1.0)
+    assert (cost.sent, cost.between) == ((p - 1) / p, 0.375)
+    assert (cost.kept, cost.most) == (1.0, 1.0)
 
 
 # Distances
@@ -219,8 +219,8 @@ def test_distance_is_relative_and_the_largest():
     ],
 )
 def test_losses_that_cannot_be_compared_are_never_near(ours, serial):
-    found = distance(ours, serial)
-    assert math.isnan(found) and not found <= 1e9
+    difference = distance(ours, serial)
+    assert math.isnan(difference) and not difference <= 1e9
 
 
 # The jobs
@@ -229,8 +229,8 @@ def test_losses_that_cannot_be_compared_are_never_near(ours, serial):
 class Told:
     """Jobs that are not run: what each would find is known."""
 
-    def __init__(self, found):
-        self.found, self.ran = found, []
+    def __init__(self, result_of):
+        self.result_of, self.ran = result_of, []
         self.console = Console(file=io.StringIO(), width=200)
 
     def title(self, text):
@@ -238,16 +238,16 @@ class Told:
 
     def run(self, name, size, command, mpi_args, *, is_quiet):
         self.ran.append((name, size, command, tuple(mpi_args)))
-        return 0, self.found(name)
+        return 0, self.result_of(name)
 
     @property
     def said(self):
         return self.console.file.getvalue()
 
 
-def compare(found, *words):
+def compare(result_of, *words):
     """Whether it is good, and the jobs."""
-    jobs = Told(found)
+    jobs = Told(result_of)
     options = parsed(["strategies", "--ranks", "1,3", *words])
     return Strategies(options, jobs).run(), jobs
 
@@ -285,20 +285,20 @@ def test_all_runs_are_compared_with_one_rank():
 def test_one_run_that_is_too_far_or_missing_is_enough(bad):
     """The negative control; the last of all that are compared in float64."""
 
-    def found(name):
+    def result_of(name):
         odd = {} if bad is None else result() | losses(bad, 4.0)
         return odd if name == "zero2 float64 on 3" else alike(name)
 
-    is_good, jobs = compare(found, *ONLY)
+    is_good, jobs = compare(result_of, *ONLY)
     assert not is_good
     assert ("2.0e-08" if bad and bad > 0 else "nan") in jobs.said
 
 
 def test_in_float32_losses_may_be_further_apart():
-    def found(name):
+    def result_of(name):
         return result() | losses(5.0 + 1e-5 * ("zero2 float32" in name), 4.0)
 
-    assert compare(found, *ONLY)[0]
+    assert compare(result_of, *ONLY)[0]
 
 
 def test_strategies_that_round_what_they_send_are_not_compared():
@@ -358,30 +358,30 @@ def run_of(tmp_path):
         file = tmp_path / "all.json"
         words = ["--ranks", str(ranks), "--text", TEXT, "--layers", "1", "--json", str(file)]
         assert run("--only", name, *words) == 0
-        (found,) = json.loads(file.read_text())["jobs"].values()
-        return found, costs(found)
+        (result,) = json.loads(file.read_text())["jobs"].values()
+        return result, costs(result)
 
     return run_of
 
 
 def test_a_small_run_has_the_costs_of_a_ring(run_of, capsys):
     """By ring among four ranks in pairs; 16 bytes of loss to the own pair, and to the other one."""
-    found, cost = run_of("ddp", 4)
+    result, cost = run_of("ddp", 4)
     said = capsys.readouterr().out
     assert "all 1 jobs ended well: traffic, memory and parameters compared in each" in said
-    loss = 16 / (4 * found["parameters"])
+    loss = 16 / (4 * result["parameters"])
     assert cost.sent == pytest.approx(3 / 4 + 2 * loss, rel=1e-12)
     assert cost.between == pytest.approx(3 / 8 + loss, rel=1e-12)
     assert cost.kept == cost.most == 1 and cost.milliseconds > 0
-    assert (found["traffic"]["not_observed"] is None) == IS_OPEN_MPI
+    assert (result["traffic"]["not_observed"] is None) == IS_OPEN_MPI
     assert f"| ddp      |        {cost.sent:.3f} |          {cost.between:.3f} |" in said
 
 
 def test_an_asynchronous_server_costs_the_same_in_any_number_of_steps(run_of):
     """A worker pulls and pushes Psi elements, and 16 bytes; the last broadcast is of no step."""
-    found, cost = run_of("server-async", 2)
-    assert np.sum(found["traffic"]["matrices"]["finish"]) == 2 * found["parameters"]
-    assert cost.sent == pytest.approx((4 + 16 / found["parameters"]) / 8, rel=1e-12)
+    result, cost = run_of("server-async", 2)
+    assert np.sum(result["traffic"]["matrices"]["finish"]) == 2 * result["parameters"]
+    assert cost.sent == pytest.approx((4 + 16 / result["parameters"]) / 8, rel=1e-12)
 
 
 def test_a_run_that_fails_is_status_1(capsys):

@@ -57,8 +57,8 @@ def test_right_results_pass(collective, make, backend, monkeypatch):
 def test_wrong_elements_are_counted(collective, backend):
     at_root_only, after_first = [0, 5, 0], [0, 5, 5]
     wanted = {"gather": at_root_only, "reduce": at_root_only, "exscan": after_first}
-    found = wrong_after(collective, in_place, spoil=5, backend=backend)
-    assert found == wanted.get(collective, [5] * SIZE)
+    wrong = wrong_after(collective, in_place, spoil=5, backend=backend)
+    assert wrong == wanted.get(collective, [5] * SIZE)
 
 
 UNEVEN = dict.fromkeys(("scatter", "gather", "all_gather", "reduce_scatter"), (40, 0, 20))
@@ -75,9 +75,9 @@ def test_right_results_of_uneven_blocks_pass(collective, make):
 
 @pytest.mark.parametrize("collective", UNEVEN)
 def test_wrong_elements_of_uneven_blocks_are_counted(collective):
-    found = wrong_after(collective, out_of_place, spoil=5, counts=UNEVEN[collective])
+    wrong = wrong_after(collective, out_of_place, spoil=5, counts=UNEVEN[collective])
     wanted = {"gather": [0, 5, 0], "scatter": [5, 0, 5], "reduce_scatter": [5, 0, 5]}
-    assert found == wanted.get(collective, [5] * SIZE)
+    assert wrong == wanted.get(collective, [5] * SIZE)
 
 
 def test_an_all_to_all_of_uneven_blocks_has_no_place_for_both():
