@@ -38,7 +38,7 @@ def calls(collective: str, *, sizes: tuple[int, ...] = SIZES) -> Iterator[Call]:
 
 def predicted(call: Call) -> dict[tuple[int, int], tuple[int, int]]:
     """The messages and bytes of a call from rank to rank, as the ledger would record them."""
-    found = predict(
+    prediction = predict(
         call.collective,
         call.size,
         even_parts(call.collective, call.size, call.num_bytes),
@@ -47,13 +47,13 @@ def predicted(call: Call) -> dict[tuple[int, int], tuple[int, int]]:
     )
     return {
         (int(source), int(destination)): (
-            int(found.messages[source, destination]),
-            int(found.bytes[source, destination]),
+            int(prediction.messages[source, destination]),
+            int(prediction.bytes[source, destination]),
         )
-        for source, destination in np.argwhere(found.messages)
+        for source, destination in np.argwhere(prediction.messages)
     }
 
 
 def summed(sizes: dict[tuple[int, int], list[int]]) -> dict[tuple[int, int], tuple[int, int]]:
     """The number and the sum of the sizes between ranks."""
-    return {ends: (len(found), sum(found)) for ends, found in sizes.items()}
+    return {ends: (len(of_pair), sum(of_pair)) for ends, of_pair in sizes.items()}

@@ -39,11 +39,11 @@ def read(lines: Iterable[str]) -> list[Rank]:
         if line == f"rank {len(ranks)} {{":
             operations: dict[int, Operation] = {}
             requires: dict[int, set[int]] = defaultdict(set)
-        elif found := SUMMARY.fullmatch(line):
-            summary = int(found[1]), int(found[2]), int(found[3])
-        elif found := REQUIRES.fullmatch(line):
-            assert {int(found[1]), int(found[2])} <= operations.keys(), line
-            requires[int(found[1])].add(int(found[2]))
+        elif match := SUMMARY.fullmatch(line):
+            summary = int(match[1]), int(match[2]), int(match[3])
+        elif match := REQUIRES.fullmatch(line):
+            assert {int(match[1]), int(match[2])} <= operations.keys(), line
+            requires[int(match[1])].add(int(match[2]))
         elif line == "}":
             ranks.append(Rank(operations, requires, summary))
         elif line:
@@ -54,14 +54,14 @@ def read(lines: Iterable[str]) -> list[Rank]:
 
 
 def operation_of(line: str, rank: int) -> tuple[int, Operation]:
-    found = OPERATION.fullmatch(line)
-    assert found is not None, line
-    if found[8]:
-        return int(found[1]), Operation("calc", int(found[9]))
-    assert int(found[3]) > 0, f"{line}: LogGOPSim computes size - 1 without sign"
-    peer = int(found[4])
-    pair = (rank, peer) if found[2] == "send" else (peer, rank)
-    return int(found[1]), Operation(found[2], int(found[3]), (*pair, int(found[5])))
+    match = OPERATION.fullmatch(line)
+    assert match is not None, line
+    if match[8]:
+        return int(match[1]), Operation("calc", int(match[9]))
+    assert int(match[3]) > 0, f"{line}: LogGOPSim computes size - 1 without sign"
+    peer = int(match[4])
+    pair = (rank, peer) if match[2] == "send" else (peer, rank)
+    return int(match[1]), Operation(match[2], int(match[3]), (*pair, int(match[5])))
 
 
 def run(ranks: list[Rank]) -> dict[tuple[int, int], list[int]]:

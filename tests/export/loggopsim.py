@@ -88,8 +88,8 @@ def simulated(call: Call, parameters: Parameters) -> list[float]:
 def simulated_on(call: Call, machine: Machine) -> list[float]:
     """When each rank ends in our simulator, in seconds."""
     counts = even_parts(call.collective, call.size, call.num_bytes)
-    found = programs(call.collective, call.size, counts, algorithm=call.algorithm, root=call.root)
-    times: list[float] = simulate(found, machine).rank_seconds.tolist()
+    every = programs(call.collective, call.size, counts, algorithm=call.algorithm, root=call.root)
+    times: list[float] = simulate(every, machine).rank_seconds.tolist()
     return times
 
 
@@ -100,9 +100,9 @@ def run(goal: Path, parameters: Parameters) -> list[int]:
         started(["txt2bin", "-i", str(goal), "-o", str(binary)])
         options = [f"-{name}{value}" for name, value in parameters._asdict().items()]
         output = started(["LogGOPSim", "-f", str(binary), *options])
-    found = re.findall(r"(?:Host \d+|finishing time at host \d+): (\d+)", output)
-    assert found, output
-    return list(map(int, found))
+    nanoseconds = re.findall(r"(?:Host \d+|finishing time at host \d+): (\d+)", output)
+    assert nanoseconds, output
+    return list(map(int, nanoseconds))
 
 
 def started(command: list[str]) -> str:
@@ -122,7 +122,8 @@ def main() -> int:
     for call in RECORDED_CALLS:
         path = exported(call, PARAMETERS[0], FILES / f"{name_of(call)}.goal")
         times[name_of(call)] = [run(path, parameters) for parameters in PARAMETERS]
-    text = json.dumps({"parameters": [each._asdict() for each in PARAMETERS], "times": times})
+    settings = [parameters._asdict() for parameters in PARAMETERS]
+    text = json.dumps({"parameters": settings, "times": times})
     RECORDED.write_text(text.replace('"times"', '\n"times"').replace("]], ", "]],\n") + "\n")
     return 0
 

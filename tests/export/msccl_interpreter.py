@@ -57,10 +57,10 @@ class Machine:
         """Buffers must be nchunksperloop, or a part of it for each rank, or absent."""
         for name in ("i_chunks", "o_chunks"):
             times = int(self.root.attrib["ngpus"])
-            found = int(attributes[name])
+            num_chunks = int(attributes[name])
             if name not in MULTIPLIERS.get(self.root.attrib["coll"], ()):
                 times = 1
-            assert found in (0, int(self.root.attrib["nchunksperloop"]) // times)
+            assert num_chunks in (0, int(self.root.attrib["nchunksperloop"]) // times)
 
     def check_connections(self) -> None:
         """A connection has one thread block at each end, and a channel at most 32 peers."""
@@ -125,6 +125,6 @@ class Machine:
 
     def view(self, memory: dict[str, Vector], step: dict[str, str], end: str) -> Vector:
         start, count = int(step[f"{end}off"]), int(step["cnt"])
-        found = memory[step[f"{end}buf"]][start : start + count]
-        assert start >= 0 and len(found) == count, f"{step} is out of bounds"
-        return found
+        elements = memory[step[f"{end}buf"]][start : start + count]
+        assert start >= 0 and len(elements) == count, f"{step} is out of bounds"
+        return elements

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from graphlib import CycleError, TopologicalSorter
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -84,14 +85,14 @@ def read(tasks: Sequence[Task]) -> list[Any]:
     """The nodes of a rank's file.  Fails if protobuf would not write the same bytes."""
     first, *others = messages(b"".join(chakra.trace(tasks)))
     assert CLASSES["GlobalMetadata"].FromString(first).version == "0.0.4"
-    nodes = [CLASSES["Node"].FromString(each) for each in others]
+    nodes = [CLASSES["Node"].FromString(data) for data in others]
     for data, node in zip(others, nodes, strict=True):
         assert node.SerializeToString() == data
     return nodes
 
 
 def attributes(node: Any) -> dict[str, int]:
-    return {each.name: getattr(each, each.WhichOneof("value")) for each in node.attr}
+    return {attr.name: getattr(attr, attr.WhichOneof("value")) for attr in node.attr}
 
 
 def sent(ranks: Sequence[Sequence[Any]]) -> dict[tuple[int, int], list[int]]:
@@ -101,11 +102,11 @@ def sent(ranks: Sequence[Sequence[Any]]) -> dict[tuple[int, int], list[int]]:
         order = TopologicalSorter({node.id: node.data_deps for node in nodes})
         assert set(order.static_order()) == {node.id for node in nodes}
         for node in nodes:
-            found = attributes(node)
-            assert found["is_cpu_op"] == 0
+            values = attributes(node)
+            assert values["is_cpu_op"] == 0
             if node.type in ends:
-                pair = (rank, found["comm_dst"]) if node.type == 5 else (found["comm_src"], rank)
-                ends[node.type][*pair, found["comm_tag"]] = found["comm_size"]
+                pair = (rank, values["comm_dst"]) if node.type == 5 else (values["comm_src"], rank)
+                ends[node.type][*pair, values["comm_tag"]] = values["comm_size"]
     assert ends[5] == ends[6], "sends and receives differ"
     sizes: dict[tuple[int, int], list[int]] = defaultdict(list)
     for (source, destination, _), size in ends[5].items():
@@ -117,14 +118,14 @@ def sent(ranks: Sequence[Sequence[Any]]) -> dict[tuple[int, int], list[int]]:
 def test_messages_are_received_and_have_the_predicted_bytes(collective: str) -> None:
     for call in calls.calls(collective):
         tasks = call.tasks(calls.MACHINE)
-        num_empty = sum(task.kind == "send" and not task.size for each in tasks for task in each)
-        found = calls.summed(sent([read(each) for each in tasks]))
+        num_empty = sum(task.kind == "send" and not task.size for task in chain(*tasks))
+        summed = calls.summed(sent([read(of_rank) for of_rank in tasks]))
         expected = calls.predicted(call)
-        assert {ends: pair[0] for ends, pair in found.items()} == {
+        assert {ends: pair[0] for ends, pair in summed.items()} == {
             ends: pair[0] for ends, pair in expected.items()
         }
         total = sum(pair[1] for pair in expected.values())
-        assert sum(pair[1] for pair in found.values()) == total + num_empty, call
+        assert sum(pair[1] for pair in summed.values()) == total + num_empty, call
 
 
 def test_nodes_are_those_of_the_tasks() -> None:
@@ -138,7 +139,7 @@ def test_nodes_are_those_of_the_tasks() -> None:
 
 def test_the_reader_finds_a_missing_receive_a_circle_and_a_cut_file() -> None:
     tasks = Call("all_reduce", 4, 400, "ring").tasks(calls.MACHINE)
-    ranks = [read(each) for each in tasks]
+    ranks = [read(of_rank) for of_rank in tasks]
     with pytest.raises(AssertionError, match="sends and receives differ"):
         sent([*ranks[:3], [node for node in ranks[3] if node.type != 6 and not node.data_deps]])
     with pytest.raises(CycleError):

@@ -28,8 +28,8 @@ def test_chakra_has_a_file_for_each_rank(
     assert COMMAND.main([*RING, "--bytes", "1K", "--format", "chakra", "-o", str(path)]) == 0
     assert capsys.readouterr().err == f"wrote 4 files, {path}.0.et to {path}.3.et\n"
     tasks = Call("all_reduce", 4, 1024, "ring", itemsize=4).tasks(machine_in(None))
-    for rank, each in enumerate(tasks):
-        assert path.with_name(f"ring.{rank}.et").read_bytes() == b"".join(chakra.trace(each))
+    for rank, of_rank in enumerate(tasks):
+        assert path.with_name(f"ring.{rank}.et").read_bytes() == b"".join(chakra.trace(of_rank))
 
 
 def test_a_platform_is_written_beside_a_trace(tmp_path: Path) -> None:

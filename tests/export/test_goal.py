@@ -14,14 +14,14 @@ def test_messages_are_received_and_have_the_predicted_bytes(collective: str) -> 
     for call in calls.calls(collective):
         ranks = read(goal.lines(call.tasks(calls.MACHINE)))
         sent, expected = run(ranks), calls.predicted(call)
-        found = calls.summed(sent)
-        assert {ends: number for ends, (number, _) in found.items()} == {
+        summed = calls.summed(sent)
+        assert {ends: number for ends, (number, _) in summed.items()} == {
             ends: number for ends, (number, _) in expected.items()
         }
         for number, rank in enumerate(ranks):
             messages = [pair for (source, _), pair in expected.items() if source == number]
             assert rank.summary[:2] == tuple(map(sum, zip((0, 0), *messages, strict=True)))
-            written = sum(total for (source, _), (_, total) in found.items() if source == number)
+            written = sum(total for (source, _), (_, total) in summed.items() if source == number)
             assert written - rank.summary[2] == rank.summary[1], call
 
 

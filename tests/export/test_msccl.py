@@ -45,9 +45,9 @@ def test_outputs_are_those_of_the_collective(collective: str) -> None:
         for size in filter(algorithms.info(collective, name).serves, SIZES):
             call = Call(collective, size, 1, name, root=size // 2)
             inputs, outputs = inputs_and_outputs(call)
-            found = Machine(call.msccl(), inputs, seed=size).run()
-            for each, expected in zip(found, outputs, strict=True):
-                np.testing.assert_array_equal(each, expected, str(call))
+            results = Machine(call.msccl(), inputs, seed=size).run()
+            for result, expected in zip(results, outputs, strict=True):
+                np.testing.assert_array_equal(result, expected, str(call))
 
 
 RING = Call("all_reduce", 4, 1, "ring")
@@ -55,7 +55,7 @@ RING = Call("all_reduce", 4, 1, "ring")
 
 def test_a_ring_combines_as_it_receives() -> None:
     types = re.findall('type="(.*?)"', RING.msccl())
-    assert {each: types.count(each) for each in set(types)} == {
+    assert {kind: types.count(kind) for kind in set(types)} == {
         "s": 24,
         "r": 12,
         "rrc": 12,
@@ -67,8 +67,8 @@ def test_without_dependencies_results_are_wrong() -> None:
     """The interpreter runs thread blocks in any order that the file allows."""
     inputs, outputs = inputs_and_outputs(RING)
     free = re.sub('depid="[0-9]+"', 'depid="-1"', RING.msccl())
-    found = [Machine(free, inputs, seed=seed).run() for seed in range(5)]
-    assert not all(np.array_equal(each, outputs) for each in found)
+    runs = [Machine(free, inputs, seed=seed).run() for seed in range(5)]
+    assert not all(np.array_equal(outputs_of_run, outputs) for outputs_of_run in runs)
 
 
 def test_a_circle_of_dependencies_is_found() -> None:
@@ -92,9 +92,9 @@ def test_more_than_the_runtime_takes_is_refused() -> None:
 def test_a_step_has_as_many_blocks_as_the_runtime_takes() -> None:
     step = msccl.Step("s", Place(INPUT, 5, 155), Place(OUTPUT, 0, 150))
     pieces = list(msccl.pieces(step))
-    assert [each.source for each in pieces] == [
+    assert [piece.source for piece in pieces] == [
         Place(INPUT, 5, 76),
         Place(INPUT, 76, 147),
         Place(INPUT, 147, 155),
     ]
-    assert [each.into.start for each in pieces] == [0, 71, 142]
+    assert [piece.into.start for piece in pieces] == [0, 71, 142]

@@ -48,9 +48,9 @@ def replayed(call: Call, folder: Path, *options: str) -> float:
         timeout=60,
         cwd=folder,
     )
-    found = re.search(r"Simulation time ([0-9.]+)", done.stdout + done.stderr)
-    assert found is not None, done.stderr
-    return float(found[1])
+    match = re.search(r"Simulation time ([0-9.]+)", done.stdout + done.stderr)
+    assert match is not None, done.stderr
+    return float(match[1])
 
 
 @pytest.mark.parametrize("collective", EXCHANGES)

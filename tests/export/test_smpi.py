@@ -53,6 +53,6 @@ def test_a_platform_has_the_numbers_of_the_machine() -> None:
     assert cluster is not None
     assert cluster.get("radical") == "0-7" and cluster.get("bw") == "1000000000Bps"
     assert cluster.get("lat") == "1e-06s"  # of each of the two links between hosts
-    config = {each.get("id"): each.get("value") for each in root.iter("prop")}
+    config = {prop.get("id"): prop.get("value") for prop in root.iter("prop")}
     assert config["smpi/os"] == "0:5e-07:0;65:5e-07:0"
     assert config["smpi/async-small-thresh"] == config["smpi/send-is-detached-thresh"] == "64"

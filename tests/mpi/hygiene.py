@@ -65,9 +65,9 @@ class MadeOverMpi:
         requests = made._requests
         if len(self.executions) > 1000:  # what is gone and has left nothing needs no memory
             self.executions = [
-                each
-                for each in self.executions
-                if each[0]() is not None or (each[1] != each[2]).any()
+                (reference, now, before)
+                for reference, now, before in self.executions
+                if reference() is not None or (now != before).any()
             ]
         self.executions.append((weakref.ref(made), requests, requests.copy()))
 
@@ -165,9 +165,9 @@ def messages(comm: MPI.Intracomm) -> Iterator[tuple[MPI.Message, MPI.Status]]:
             yield message, status
 
 
-def received(found: tuple[MPI.Message, MPI.Status]) -> str:
+def received(match: tuple[MPI.Message, MPI.Status]) -> str:
     """Take a message out of the next test's way, and say what it was."""
-    message, status = found
+    message, status = match
     size, source, tag = status.Get_count(MPI.BYTE), status.source, status.tag
     message.Recv([bytearray(size), MPI.BYTE])
     return f"a message of {size} bytes from rank {source} with tag {tag}"

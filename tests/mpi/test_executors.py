@@ -151,8 +151,8 @@ def test_a_row_that_is_run_otherwise_is_noticed(
 
     monkeypatch.setattr(Interpreted, "wait", wrong)
     both = Both(comms, "all_reduce", "recursive_doubling")
-    found = list(both.differences())
-    assert found
+    differences = list(both.differences())
+    assert differences
 
 
 def test_every_algorithm_was_compiled() -> None:

@@ -53,7 +53,7 @@ def numbers(count: int, rank: int, dtype: Any = np.float64) -> np.ndarray:
 def script(comm: MPI.Intracomm) -> list[Any]:
     """What a program of mpi4py's makes of its communicator."""
     size, rank = comm.Get_size(), comm.Get_rank()
-    found: list[Any] = []
+    results: list[Any] = []
     for wish in (numbers(6, rank), numbers(1, rank, "f4"), numbers(300, rank, "i8")):
         total = np.zeros_like(wish)
         comm.Allreduce(wish, total, op=MPI.SUM)
@@ -61,7 +61,7 @@ def script(comm: MPI.Intracomm) -> list[Any]:
         comm.Allgather(wish, rows)
         prefix = np.zeros_like(wish)
         comm.Scan([wish, wish.size], [prefix, MPI._typedict[wish.dtype.char]], MPI.MAX)
-        found += [total, rows, prefix]
+        results += [total, rows, prefix]
     counts = COUNTS[:size]
     everything = np.zeros(sum(counts)) if rank == size - 1 else None
     comm.Gatherv(numbers(counts[rank], rank), [everything, counts], root=size - 1)
@@ -71,10 +71,10 @@ def script(comm: MPI.Intracomm) -> list[Any]:
     request = comm.Ialltoall(np.arange(size, dtype="i") + 10 * rank, turned)
     request.Wait()
     words = comm.bcast({"root": 0, "words": ["a", "b"]} if rank == 0 else None)
-    found += [everything, own, turned, words, comm.allreduce(rank), comm.scan((rank,))]
-    found += [comm.exscan(rank, MPI.MAX), comm.reduce([rank]), comm.gather(rank, size - 1)]
-    found += [comm.scatter(range(size) if rank == 0 else None), comm.alltoall([rank] * size)]
-    return found
+    results += [everything, own, turned, words, comm.allreduce(rank), comm.scan((rank,))]
+    results += [comm.exscan(rank, MPI.MAX), comm.reduce([rank]), comm.gather(rank, size - 1)]
+    results += [comm.scatter(range(size) if rank == 0 else None), comm.alltoall([rank] * size)]
+    return results
 
 
 def are_equal(mine: list[Any], theirs: list[Any]) -> bool:
@@ -88,8 +88,8 @@ def test_an_existing_script_changes_one_line(
     mpi_world: MPI.Intracomm, comm: collectives.Intracomm
 ) -> None:
     with comm.record() as ledger:
-        found = script(comm)
-    assert are_equal(found, script(mpi_world))
+        results = script(comm)
+    assert are_equal(results, script(mpi_world))
     assert ledger.rows() or comm.size == 1
     assert not are_equal([np.zeros(2)], [np.ones(2)])
 
@@ -506,12 +506,12 @@ def test_predefined_operations_do_what_mpis_do(
         x = numbers(11, comm.rank, dtype)
     elif dtype.kind == "?":
         x = numbers(11, comm.rank) > 2
-    found = []
-    for each in (comm, mpi_world):
+    totals = []
+    for world in (comm, mpi_world):
         y = np.zeros_like(x)
-        each.Allreduce([x, datatype], [y, datatype], op)
-        found.append(y[["value", "rank"]] if dtype.names else y)
-    assert np.array_equal(*found)
+        world.Allreduce([x, datatype], [y, datatype], op)
+        totals.append(y[["value", "rank"]] if dtype.names else y)
+    assert np.array_equal(*totals)
 
 
 @pytest.mark.parametrize("code", "bBhHiIlLqQfdg?FD")
@@ -520,13 +520,13 @@ def test_an_array_alone_and_one_with_its_type_speak_of_the_same(
 ) -> None:
     x = numbers(5, comm.rank, code)
     op = MPI.SUM if code in "FD" else MPI.LOR if code == "?" else MPI.MAX
-    found = []
-    for each in (comm, mpi_world):
+    totals = []
+    for world in (comm, mpi_world):
         for one, other in [(False, False), (False, True), (True, False)]:
             y = np.zeros_like(x)
-            each.Allreduce([x, code] if one else x, [y, code] if other else y, op)
-            found.append(y)
-    assert all(np.array_equal(found[0], y) for y in found)
+            world.Allreduce([x, code] if one else x, [y, code] if other else y, op)
+            totals.append(y)
+    assert all(np.array_equal(totals[0], y) for y in totals)
 
 
 class Odd(NamedTuple):
@@ -603,9 +603,9 @@ def test_what_is_no_operation_is_refused_in_mpi4pys_words(
     mpi_world: MPI.Intracomm, comm: collectives.Intracomm, op: Any
 ) -> None:
     said = []
-    for each in (comm, mpi_world):
+    for world in (comm, mpi_world):
         with pytest.raises(TypeError) as error:
-            each.Allreduce(np.ones(1), np.ones(1), op)
+            world.Allreduce(np.ones(1), np.ones(1), op)
         said.append(str(error.value))
     assert said[0] == said[1]
 
@@ -738,40 +738,40 @@ def exchanges(comm: MPI.Intracomm, **options: Any) -> list[np.ndarray]:
     size, rank = comm.size, comm.rank
     counts = COUNTS[:size]
     far = [10 * ((r + 1) % size) for r in range(size)]
-    found = []
+    buffers = []
     whole = np.full(10 * size, -1.0)
     comm.Allgatherv(numbers(counts[rank], rank), [whole, (counts, far)])
-    found.append(whole.copy())
+    buffers.append(whole.copy())
     whole[:] = -1
     comm.Gatherv(numbers(counts[rank], rank), [whole, counts, far, MPI.DOUBLE], 0, **options)
-    found.append(whole.copy())
+    buffers.append(whole.copy())
     own = np.full(counts[rank] + 1, -1.0)
     source = numbers(10 * size, 3)
     comm.Scatterv([source, (counts, far)], [own, counts[rank]], size - 1, **options)
-    found.append(own)
+    buffers.append(own)
     # s sends (s + d) % 3 to d.
     amounts = [(rank + peer) % 3 for peer in range(size)]
     got = np.full(10 * size, -1.0)
     sent = numbers(10 * size, rank)
     comm.Alltoallv([sent, amounts, far, "d"], [got, (amounts, far)], **options)
-    found.append(got.copy())
+    buffers.append(got.copy())
     got[:] = -1
     kinds = [MPI.DOUBLE] * size
     places = [8 * place for place in far]
     comm.Alltoallw([sent, (amounts, places), kinds], [got, amounts, places, kinds], **options)
-    found.append(got)
+    buffers.append(got)
     symmetric = numbers(10 * size, rank)
     comm.Alltoallv(IN_PLACE, [symmetric, (amounts, far)], **options)
-    found.append(symmetric)
-    return found
+    buffers.append(symmetric)
+    return buffers
 
 
 def test_vector_variants_need_to_know_no_more_than_mpi_tells_a_rank(
     unchecked: None, mpi_world: MPI.Intracomm, comm: collectives.Intracomm
 ) -> None:
     with comm.record() as ledger:
-        found = exchanges(comm)
-    assert are_equal(found, exchanges(mpi_world))
+        buffers = exchanges(comm)
+    assert are_equal(buffers, exchanges(mpi_world))
     assert not any(row.collective == "counts" for row in ledger.rows())
 
 
@@ -801,32 +801,32 @@ def test_an_algorithm_that_needs_all_counts_gets_them(
 def in_place(comm: MPI.Intracomm) -> list[np.ndarray]:
     """The buffers after every call with one buffer for both sides."""
     size, rank = comm.size, comm.rank
-    root, found = size - 1, []
+    root, buffers = size - 1, []
 
     def at_root(x: Any) -> Any:
         return IN_PLACE if rank == root else x
 
     x = numbers(4, rank)
     comm.Reduce(at_root(x), x if rank == root else None, MPI.SUM, root)
-    found.append(x)
+    buffers.append(x)
     for call in (comm.Allreduce, comm.Scan, comm.Reduce_scatter_block):
         x = numbers(4 * size, rank)
         call(IN_PLACE, x)
-        found.append(x[:4])
+        buffers.append(x[:4])
     x = numbers(sum(COUNTS[:size]), rank)
     comm.Reduce_scatter(IN_PLACE, x, COUNTS[:size], MPI.MAX)
-    found.append(x[: COUNTS[rank]])
+    buffers.append(x[: COUNTS[rank]])
     for call in (comm.Allgather, comm.Alltoall):
         x = numbers(3 * size, rank)
         call(IN_PLACE, x)
-        found.append(x)
+        buffers.append(x)
     x = numbers(3 * size, rank)
     comm.Gather(at_root(x[:3]), x if rank == root else None, root)
-    found.append(x)
+    buffers.append(x)
     x = numbers(3 * size, rank)
     comm.Scatter(x if rank == root else None, at_root(x[:3]), root)
-    found.append(x)
-    return found
+    buffers.append(x)
+    return buffers
 
 
 def test_in_place_does_what_mpis_does(
@@ -911,9 +911,9 @@ def test_wrong_specifications_are_refused_in_mpi4pys_words(
 ) -> None:
     raised = []
     alone = collectives.Intracomm(MPI.COMM_SELF)
-    for each in (MPI.COMM_SELF, alone):
+    for world in (MPI.COMM_SELF, alone):
         with pytest.raises(Exception) as caught:  # noqa: PT011 - compared below
-            each.Bcast(spec)
+            world.Bcast(spec)
         raised.append(caught.value)
     alone.Free()
     assert type(raised[0]) is type(raised[1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,9 +28,8 @@ def in_threads(functions: list[Callable[[], None]]) -> None:
         except BaseException as error:  # noqa: BLE001 - raised below
             errors.append(error)
 
-    threads = [
-        threading.Thread(target=with_checks, args=(each,), daemon=True) for each in functions
-    ]
+    checked = [partial(with_checks, function) for function in functions]
+    threads = [threading.Thread(target=run, daemon=True) for run in checked]
     for thread in threads:
         thread.start()
     for thread in threads:

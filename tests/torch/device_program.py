@@ -58,9 +58,9 @@ def everyones(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Tensor]
     return all_drawn((2 * dist.get_world_size(), 2), dtype, seed)
 
 
-def same(place: Place, found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+def same(place: Place, actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
     """Results on the device must be these, as far as the current stream knows."""
-    for one, other in zip(found, wanted, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         check(place.on_host(one), other)
 
 
@@ -171,9 +171,9 @@ def futures(place: Place) -> None:
         x = place.on_device(like[me()])
         place.be_slow()
         work = dist.all_reduce(x, async_op=True)
-        (found,) = place.value_of(work.get_future())
+        (value,) = place.value_of(work.get_future())
         y = place.on_device(blank(brought[0]))
-        place.copy(found, y)
+        place.copy(value, y)
         same(place, [y], [combined("SUM", brought)])
         work.wait()
 
@@ -198,22 +198,22 @@ def messages(place: Place) -> None:
 
 @program
 def hosts_and_devices_in_one_group(place: Place) -> None:
-    brought, found = everyones(), [None] * dist.get_world_size()
+    brought, objects = everyones(), [None] * dist.get_world_size()
     for turn in range(4):
         x = place.on_device(brought[me()]) if turn % 2 else brought[me()].clone()
         dist.all_reduce(x)
         same(place, [x], [combined("SUM", brought)])
-    dist.all_gather_object(found, {"rank": me()})
-    assert found == [{"rank": rank} for rank in range(dist.get_world_size())]
+    dist.all_gather_object(objects, {"rank": me()})
+    assert objects == [{"rank": rank} for rank in range(dist.get_world_size())]
 
 
 @program
 def results_in_host_memory(place: Place) -> None:
     """Of a call whose input is on the device."""
     wanted = everyones()
-    found = [torch.empty_like(each) for each in wanted]
-    dist.all_gather(found, place.on_device(wanted[me()]))
-    for one, other in zip(found, wanted, strict=True):
+    gathered = [torch.empty_like(tensor) for tensor in wanted]
+    dist.all_gather(gathered, place.on_device(wanted[me()]))
+    for one, other in zip(gathered, wanted, strict=True):
         check(one, other)
 
 
@@ -241,10 +241,10 @@ def the_ledger_has_links_and_modules(place: Place) -> None:
 def trained(name: str) -> None:
     """A strategy computes on the GPU what it does on the host with Gloo."""
     with default_group("gloo"):
-        wanted = STRATEGIES[name]()
+        on_host = STRATEGIES[name]()
     with default_group("ring"), torch.device("cuda"):
-        found = STRATEGIES[name]()
-    for one, other in zip(found, wanted, strict=True):
+        on_device = STRATEGIES[name]()
+    for one, other in zip(on_device, on_host, strict=True):
         assert one.is_cuda
         torch.testing.assert_close(one.cpu(), other, **CLOSE)
 

@@ -276,10 +276,10 @@ def fsdp_checkpoint() -> Results:
     checkpoint.save(saved, checkpoint_id=folder[0])
     other = sharded(Net().apply(zeroed))
     its_optimizer = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
-    found = dict(zip(names, get_state_dict(other, its_optimizer), strict=True))
-    checkpoint.load(found, checkpoint_id=folder[0])
+    states = dict(zip(names, get_state_dict(other, its_optimizer), strict=True))
+    checkpoint.load(states, checkpoint_id=folder[0])
     set_state_dict(
-        other, its_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"]
+        other, its_optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"]
     )
     dist.barrier()
     if dist.get_rank() == 0:
@@ -339,7 +339,7 @@ def fsdp_of_tensor_parallel() -> Results:
 
 def redistribution() -> Results:
     """From every placement of a tensor to every other."""
-    mesh, found = world_mesh(), list[Tensor]()
+    mesh, tensors = world_mesh(), list[Tensor]()
     x = torch.arange(7 * 13.0).reshape(7, 13)  # no number of ranks divides it
     partial = DTensor.from_local(x + dist.get_rank(), mesh, [Partial()])
     placements = (Shard(0), Shard(1), Replicate())
@@ -347,8 +347,8 @@ def redistribution() -> Results:
     for source in (*sources, partial):
         for placement in placements:
             placed = source.redistribute(mesh, [placement])
-            found += [placed.to_local().clone(), placed.full_tensor()]
-    return found
+            tensors += [placed.to_local().clone(), placed.full_tensor()]
+    return tensors
 
 
 # Pipelines
@@ -381,8 +381,8 @@ def pipeline(schedule: Any, numbers: Sequence[int], num_stages: int) -> Results:
     return [*(loss.detach() for loss in losses), *gradients]
 
 
-def squared(found: Tensor, wanted: Tensor) -> Tensor:
-    return (found - wanted).square().mean()
+def squared(predicted: Tensor, target: Tensor) -> Tensor:
+    return (predicted - target).square().mean()
 
 
 def one_stage_per_rank(schedule: Any) -> Results:

@@ -70,16 +70,16 @@ def values(tensor: Tensor) -> np.ndarray:
     return (plain if is_known else plain.float()).numpy()
 
 
-def check(found: Tensor, wanted: Tensor) -> None:
+def check(actual: Tensor, expected: Tensor) -> None:
     """The two tensors must have the same dtype, shape and values."""
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    np.testing.assert_array_equal(values(found), values(wanted))
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    np.testing.assert_array_equal(values(actual), values(expected))
 
 
-def check_all(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
+def check_all(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
         check(one, other)
 
 

@@ -185,9 +185,9 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(ranks: range, place
                 refused(*case)
     finally:  # the other ranks wait for this one
         everyones = all_drawn()
-        found = everyones[dist.get_rank()].clone()
-        dist.all_reduce(found)
-    check(found, combined("SUM", everyones))
+        tensor = everyones[dist.get_rank()].clone()
+        dist.all_reduce(tensor)
+    check(tensor, combined("SUM", everyones))
 
 
 def all_cases(p: int, rank: int) -> Iterator[Case]:

@@ -24,7 +24,7 @@ class Call(NamedTuple):
 
     name: str
     start: Callable[..., Any]
-    found: list[Tensor]
+    outputs: list[Tensor]
     wanted: list[Tensor]
 
 
@@ -38,33 +38,34 @@ def every_call(ranks: range) -> Iterator[Call]:
         name: str, arguments: Callable[..., tuple[Any, ...]], wanted: list[Tensor], **more: Any
     ) -> Call:
         """A call of `dist.name`, whose arguments are made with the tensors to fill."""
-        found = blanks(wanted)
-        return Call(name, partial(getattr(dist, name), *arguments(found), **more), found, wanted)
+        outputs = blanks(wanted)
+        start = partial(getattr(dist, name), *arguments(outputs), **more)
+        return Call(name, start, outputs, wanted)
 
-    def replaced(found: list[Tensor]) -> tuple[Tensor]:
-        return (found[0].copy_(brought),)
+    def replaced(outputs: list[Tensor]) -> tuple[Tensor]:
+        return (outputs[0].copy_(brought),)
 
     yield call("all_reduce", replaced, [total])
     yield call("broadcast", replaced, [everyones[root]], src=root)
     if mine == root:
         yield call("reduce", replaced, [total], dst=root)
-        yield call("gather", lambda found: (brought, found), everyones, dst=root)
-        yield call("scatter", lambda found: (found[0], everyones), [brought], src=root)
+        yield call("gather", lambda outputs: (brought, outputs), everyones, dst=root)
+        yield call("scatter", lambda outputs: (outputs[0], everyones), [brought], src=root)
     else:
         yield Call("reduce", partial(dist.reduce, brought.clone(), root), [], [])
         yield Call("gather", partial(dist.gather, brought, dst=root), [], [])
-        yield call("scatter", lambda found: (found[0],), [brought], src=root)
-    yield call("all_gather", lambda found: (found, brought), everyones)
-    yield call("all_gather_into_tensor", lambda found: (found[0], brought), [whole])
-    yield call("reduce_scatter", lambda found: (found[0], to_all), [total[mine]])
-    yield call("reduce_scatter_tensor", lambda found: (found[0], brought), [total[mine]])
-    yield call("all_to_all", lambda found: (found, to_all), to_me)
-    yield call("all_to_all_single", lambda found: (found[0], brought), [torch.stack(to_me)])
+        yield call("scatter", lambda outputs: (outputs[0],), [brought], src=root)
+    yield call("all_gather", lambda outputs: (outputs, brought), everyones)
+    yield call("all_gather_into_tensor", lambda outputs: (outputs[0], brought), [whole])
+    yield call("reduce_scatter", lambda outputs: (outputs[0], to_all), [total[mine]])
+    yield call("reduce_scatter_tensor", lambda outputs: (outputs[0], brought), [total[mine]])
+    yield call("all_to_all", lambda outputs: (outputs, to_all), to_me)
+    yield call("all_to_all_single", lambda outputs: (outputs[0], brought), [torch.stack(to_me)])
     yield Call("barrier", dist.barrier, [], [])
 
 
 def check_call(call: Call) -> None:
-    check_all(call.found, call.wanted)
+    check_all(call.outputs, call.wanted)
 
 
 def until(is_so: Callable[[], bool]) -> None:
@@ -95,9 +96,9 @@ def test_calls_under_way_at_once_may_be_waited_for_in_any_order(ranks: range) ->
 
 def test_a_work_has_the_result(ranks: range) -> None:
     for call in every_call(ranks):
-        found = call.start(async_op=True).result()
-        if call.found:
-            check_all(found, call.wanted)
+        outputs = call.start(async_op=True).result()
+        if call.outputs:
+            check_all(outputs, call.wanted)
 
 
 def test_a_work_is_complete_in_time_without_a_wait(ranks: range) -> None:
@@ -117,7 +118,7 @@ def test_a_future_is_done_in_time_without_a_wait(ranks: range) -> None:
 def test_the_value_of_a_future_is_the_result(ranks: range) -> None:
     for call in every_call(ranks):
         value = call.start(async_op=True).get_future().wait()
-        if call.found:
+        if call.outputs:
             check_all(value, call.wanted)
 
 
@@ -127,7 +128,7 @@ def test_what_follows_a_future_sees_the_result(ranks: range) -> None:
 
         def doubled(done: Any, call: Call = call) -> list[Tensor]:
             check_call(call)
-            return [2 * tensor for tensor in (done.value() if call.found else [])]
+            return [2 * tensor for tensor in (done.value() if call.outputs else [])]
 
         check_all(future.then(doubled).wait(), [2 * tensor for tensor in call.wanted])
 

@@ -39,17 +39,17 @@ def my_rank() -> int:
 
 def all_multiples(num_ranks: int, dtype: torch.dtype, op: str) -> list[Tensor]:
     """What the ranks bring to a reduction; averages are whole numbers, too."""
-    found = all_drawn((4,), dtype)
-    return [tensor * num_ranks for tensor in found] if op == "AVG" else found
+    tensors = all_drawn((4,), dtype)
+    return [tensor * num_ranks for tensor in tensors] if op == "AVG" else tensors
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_all_reduce_serves_every_operator_on_every_dtype(ranks: range, op: str) -> None:
     for dtype in OPS[op][0]:
         everyones = all_multiples(len(ranks), dtype, op)
-        found = everyones[my_rank()].clone()
-        dist.all_reduce(found, operator(op))
-        check(found, combined(op, everyones))
+        tensor = everyones[my_rank()].clone()
+        dist.all_reduce(tensor, operator(op))
+        check(tensor, combined(op, everyones))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -57,10 +57,10 @@ def test_reduce_serves_every_root(ranks: range, op: str) -> None:
     for root in ranks:
         for dtype in OPS[op][0]:
             everyones = all_multiples(len(ranks), dtype, op)
-            found = everyones[my_rank()].clone()
-            dist.reduce(found, root, operator(op))
+            tensor = everyones[my_rank()].clone()
+            dist.reduce(tensor, root, operator(op))
             if my_rank() == root:
-                check(found, combined(op, everyones))
+                check(tensor, combined(op, everyones))
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -71,21 +71,21 @@ def test_reduce_scatter_serves_every_operator(ranks: range, op: str) -> None:
         if op == "AVG":
             everyones = [tensor * p for tensor in everyones]
         wanted = combined(op, everyones)[mine]
-        found = blank(wanted)
-        dist.reduce_scatter(found, list(everyones[mine]), operator(op))
-        check(found, wanted)
-        found = blank(wanted)
-        dist.reduce_scatter_tensor(found, everyones[mine].flatten(), operator(op))
-        check(found, wanted)
+        output = blank(wanted)
+        dist.reduce_scatter(output, list(everyones[mine]), operator(op))
+        check(output, wanted)
+        output = blank(wanted)
+        dist.reduce_scatter_tensor(output, everyones[mine].flatten(), operator(op))
+        check(output, wanted)
 
 
 def test_reduce_scatter_serves_uneven_parts(ranks: range) -> None:
     mine = my_rank()
     shapes = [(rank, 2) for rank in ranks]  # rank 0 gets nothing
     everyones = [[drawn(r, shape, seed=i) for i, shape in enumerate(shapes)] for r in ranks]
-    found = torch.zeros(shapes[mine])
-    dist.reduce_scatter(found, everyones[mine])
-    check(found, combined("SUM", [parts[mine] for parts in everyones]))
+    output = torch.zeros(shapes[mine])
+    dist.reduce_scatter(output, everyones[mine])
+    check(output, combined("SUM", [parts[mine] for parts in everyones]))
 
 
 def test_reduce_scatter_may_write_into_a_part_of_its_own_input(ranks: range) -> None:
@@ -104,17 +104,17 @@ def test_a_sum_may_be_of_what_is_multiplied_first(ranks: range) -> None:
             everyones = all_drawn((p, 3), dtype)
             wanted = combined("SUM", everyones) * factor
             brought = everyones[mine].clone()
-            found = brought.clone()
-            dist.all_reduce(found, op)
-            check(found, wanted)
+            reduced = brought.clone()
+            dist.all_reduce(reduced, op)
+            check(reduced, wanted)
             part = blank(wanted[mine])
             dist.reduce_scatter_tensor(part, brought, op)
             check(part, wanted[mine])
             check(brought, everyones[mine])  # the input stays as it is
-            found = brought.clone()
-            dist.reduce(found, p - 1, op)
+            reduced = brought.clone()
+            dist.reduce(reduced, p - 1, op)
             if mine == p - 1:
-                check(found, wanted)
+                check(reduced, wanted)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # until numba is loaded
@@ -125,8 +125,8 @@ def test_an_average_of_float16_fits_where_a_sum_does_not(ranks: range) -> None:
     dist.reduce(root, 0, dist.ReduceOp.AVG)
     dist.reduce_scatter(scattered, [large] * p, dist.ReduceOp.AVG)
     assert (large == 60_000).all()
-    for found in (averaged, scattered, *([root] if my_rank() == 0 else [])):
-        assert found.isfinite().all() and (found / 60_000 - 1).abs().max() < p * 2**-11
+    for average in (averaged, scattered, *([root] if my_rank() == 0 else [])):
+        assert average.isfinite().all() and (average / 60_000 - 1).abs().max() < p * 2**-11
     dist.all_reduce(large)
     assert large.isinf().all()  # negative control
 
@@ -161,9 +161,9 @@ def test_broadcast_serves_every_dtype_from_every_root(ranks: range) -> None:
     for root in ranks:
         for dtype in DTYPES:
             everyones = all_drawn(dtype=dtype)
-            found = everyones[my_rank()].clone()
-            dist.broadcast(found, root)
-            check(found, everyones[root])
+            tensor = everyones[my_rank()].clone()
+            dist.broadcast(tensor, root)
+            check(tensor, everyones[root])
 
 
 def test_gather_serves_every_dtype_to_every_root(ranks: range) -> None:
@@ -180,9 +180,9 @@ def test_scatter_serves_every_dtype_from_every_root(ranks: range) -> None:
     for root in ranks:
         for dtype in DTYPES:
             everyones, is_root = all_drawn(dtype=dtype), my_rank() == root
-            found = blank(everyones[0])
-            dist.scatter(found, everyones if is_root else None, root)
-            check(found, everyones[my_rank()])
+            tensor = blank(everyones[0])
+            dist.scatter(tensor, everyones if is_root else None, root)
+            check(tensor, everyones[my_rank()])
 
 
 # Among all ranks
@@ -242,14 +242,14 @@ def test_all_to_all_single_serves_every_dtype(ranks: range, is_even: bool) -> No
         everyones = [[drawn(i, shapes[i][j], dtype, seed=j) for j in ranks] for i in ranks]
         wanted = torch.cat([everyones[i][mine] for i in ranks])
         brought = torch.cat(everyones[mine])
-        found = blank(wanted)
-        dist.all_to_all_single(found, brought, out_splits, in_splits)
-        check(found, wanted)
+        output = blank(wanted)
+        dist.all_to_all_single(output, brought, out_splits, in_splits)
+        check(output, wanted)
         if is_even:  # then either side's sizes, or both, may be left to the backend
             for sizes in ((None, None), (out_splits, None), (None, in_splits)):
-                found = blank(wanted)
-                dist.all_to_all_single(found, brought, *sizes)
-                check(found, wanted)
+                output = blank(wanted)
+                dist.all_to_all_single(output, brought, *sizes)
+                check(output, wanted)
 
 
 def test_one_side_of_an_all_to_all_may_be_divided_equally_and_the_other_not(ranks: range) -> None:
@@ -258,9 +258,9 @@ def test_one_side_of_an_all_to_all_may_be_divided_equally_and_the_other_not(rank
     num_rows = [2 if rank == 0 else 1 for rank in ranks]
     everyones = [[drawn(i, (num_rows[i], 3), seed=j) for j in ranks] for i in ranks]
     wanted = torch.cat([everyones[i][mine] for i in ranks])
-    found = blank(wanted)
-    dist.all_to_all_single(found, torch.cat(everyones[mine]), output_split_sizes=num_rows)
-    check(found, wanted)
+    output = blank(wanted)
+    dist.all_to_all_single(output, torch.cat(everyones[mine]), output_split_sizes=num_rows)
+    check(output, wanted)
 
 
 def test_nobody_leaves_a_barrier_before_all_have_come(ranks: range) -> None:
@@ -301,18 +301,18 @@ def test_coalesced_calls_give_the_results_of_single_ones(ranks: range, is_async:
 def test_messages_in_a_block_arrive_beside_a_barrier_and_waits(ranks: range) -> None:
     """Messages start when the block ends, or before what would wait for them."""
     mine, peer = my_rank(), my_rank() ^ 1
-    found = blanks([drawn(0)] * 2)
+    received = blanks([drawn(0)] * 2)
     with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
         if peer in ranks:
             dist.isend(drawn(mine), peer)
-            dist.irecv(found[0], peer).wait()
+            dist.irecv(received[0], peer).wait()
         dist.isend(drawn(mine), mine)
-        dist.irecv(found[1], mine)
+        dist.irecv(received[1], mine)
         dist.barrier()
     manager.wait()
-    check(found[1], drawn(mine))
+    check(received[1], drawn(mine))
     if peer in ranks:
-        check(found[0], drawn(peer))
+        check(received[0], drawn(peer))
 
 
 class MistakeError(Exception):
@@ -355,9 +355,9 @@ def test_a_block_that_raises_leaves_the_group_as_usable_as_before(
 
 def check_that_calls_are_made() -> None:
     everyones = all_drawn()
-    found = everyones[my_rank()].clone()
-    dist.all_reduce(found)
-    check(found, combined("SUM", everyones))
+    tensor = everyones[my_rank()].clone()
+    dist.all_reduce(tensor)
+    check(tensor, combined("SUM", everyones))
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, f"rank {my_rank()}")
     assert names == [f"rank {rank}" for rank in range(len(names))]
@@ -368,9 +368,9 @@ def test_pytorchs_own_manager_does_not_end_a_block_that_raises(ranks: range) -> 
     manager = dist._coalescing_manager.__wrapped__.__wrapped__
     with pytest.raises(MistakeError), manager():
         an_error_of_the_program()
-    found = torch.full((2,), 5.0)
-    dist.all_reduce(found)
-    assert found.tolist() == [5.0, 5.0]
+    tensor = torch.full((2,), 5.0)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [5.0, 5.0]
     dist.distributed_c10d._world.pg_coalesce_state.clear()
     check_that_calls_are_made()
 
@@ -389,8 +389,8 @@ def test_lists_of_tensors_are_gathered_and_summed(ranks: range, is_async: bool) 
         if is_async:
             gathering.wait()
             summing.wait()
-        for found, wanted in zip(gathered, everyones, strict=True):
-            check_all(found, wanted)
+        for theirs, brought in zip(gathered, everyones, strict=True):
+            check_all(theirs, brought)
         check_all(summed, [combined("SUM", row) for row in rows])
 
 
@@ -400,9 +400,9 @@ def test_lists_of_tensors_are_gathered_and_summed(ranks: range, is_async: bool) 
 def test_objects_go_from_and_to_every_root(ranks: range) -> None:
     p, mine = len(ranks), my_rank()
     everyones: list[Any] = [{"rank": rank, "text": "x" * (10 * rank)} for rank in ranks]
-    found: list[Any] = [None] * p
-    dist.all_gather_object(found, everyones[mine])
-    assert found == everyones
+    objects: list[Any] = [None] * p
+    dist.all_gather_object(objects, everyones[mine])
+    assert objects == everyones
     for root in ranks:
         gathered: list[Any] | None = [None] * p if mine == root else None
         dist.gather_object(everyones[mine], gathered, root)
@@ -419,14 +419,14 @@ def test_objects_go_from_rank_to_rank(ranks: range) -> None:
     p, mine = len(ranks), my_rank()
     if p == 1:
         return
-    found: list[Any] = [None, None]
+    objects: list[Any] = [None, None]
     if mine == 0:
         dist.send_object_list([{"a": 1}, "b"], 1)
-        dist.recv_object_list(found, 1)
+        dist.recv_object_list(objects, 1)
     elif mine == 1:
-        dist.recv_object_list(found, 0)
-        dist.send_object_list(found, 0)
-    assert found == ([{"a": 1}, "b"] if mine < 2 else [None, None])
+        dist.recv_object_list(objects, 0)
+        dist.send_object_list(objects, 0)
+    assert objects == ([{"a": 1}, "b"] if mine < 2 else [None, None])
 
 
 # Layouts
@@ -465,21 +465,21 @@ def test_tensors_of_every_layout_are_served(
         return layout(tensor.clone())
 
     total = combined("SUM", everyones)
-    found = laid(everyones[mine])
-    dist.all_reduce(found)
-    check(found, total)
-    found = laid(everyones[mine])
-    dist.broadcast(found, p - 1)
-    check(found, everyones[p - 1])
+    reduced = laid(everyones[mine])
+    dist.all_reduce(reduced)
+    check(reduced, total)
+    copied = laid(everyones[mine])
+    dist.broadcast(copied, p - 1)
+    check(copied, everyones[p - 1])
     brought = laid(everyones[mine])
     parts = [laid(torch.zeros_like(tensor)) for tensor in everyones]
     dist.all_gather(parts, brought)
     check_all(parts, everyones)
     dist.all_to_all(parts := [laid(torch.zeros_like(t)) for t in everyones], [brought] * p)
     check_all(parts, everyones)
-    found = laid(torch.zeros_like(brought))
-    dist.reduce_scatter(found, [brought] * p)
-    check(found, total)
+    scattered = laid(torch.zeros_like(brought))
+    dist.reduce_scatter(scattered, [brought] * p)
+    check(scattered, total)
     check(brought, everyones[mine])
 
 
@@ -504,29 +504,29 @@ def test_conjugated_and_negated_views_are_sent_as_what_they_mean(ranks: range) -
     parts = blanks(negative)
     dist.all_gather(parts, negative[my_rank()])
     check_all(parts, negative)
-    found = blank(negative[0])
-    dist.reduce_scatter(found, [negative[my_rank()]] * len(ranks))
-    check(found, combined("SUM", negative))
+    scattered = blank(negative[0])
+    dist.reduce_scatter(scattered, [negative[my_rank()]] * len(ranks))
+    check(scattered, combined("SUM", negative))
 
 
 def test_tensors_of_every_shape_are_served(ranks: range) -> None:
     for shape in SHAPES:
         everyones = all_drawn(shape)
         total = combined("SUM", everyones)
-        found = everyones[my_rank()].clone()
-        dist.all_reduce(found)
-        check(found, total)
-        found = everyones[my_rank()].clone()
-        dist.broadcast(found, len(ranks) - 1)
-        check(found, everyones[-1])
+        reduced = everyones[my_rank()].clone()
+        dist.all_reduce(reduced)
+        check(reduced, total)
+        copied = everyones[my_rank()].clone()
+        dist.broadcast(copied, len(ranks) - 1)
+        check(copied, everyones[-1])
         parts = blanks(everyones)
         dist.all_gather(parts, everyones[my_rank()])
         check_all(parts, everyones)
         dist.all_to_all(parts := blanks(everyones), [everyones[my_rank()]] * len(ranks))
         check_all(parts, everyones)
-        found = blank(total)
-        dist.reduce_scatter(found, [everyones[my_rank()]] * len(ranks))
-        check(found, total)
+        scattered = blank(total)
+        dist.reduce_scatter(scattered, [everyones[my_rank()]] * len(ranks))
+        check(scattered, total)
 
 
 def test_tensors_that_need_gradients_are_served(ranks: range) -> None:

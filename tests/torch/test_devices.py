@@ -91,11 +91,11 @@ def test_calls_and_waits_return_before_the_device_has_begun(
     dist.all_reduce(x)
     work = dist.all_reduce(y, async_op=True)
     assert work.wait()
-    found = [copied(place, one) for one in (x, y)]
+    copies = [copied(place, one) for one in (x, y)]
     assert not work.is_completed()
     MPI.COMM_WORLD.Barrier()  # all ranks have come so far
     word[:] = 1
-    for one in found:
+    for one in copies:
         check(place.on_host(one), total)
     assert work.is_completed()
 
@@ -115,9 +115,9 @@ def test_a_future_is_done_before_the_device_has_begun(
     MPI.COMM_WORLD.Barrier()
     with place.on_stream(place.new_stream()):
         place.value_of(future)
-        found = copied(place, x)
+        copy = copied(place, x)
         word[:] = 1
-        check(place.on_host(found), total)
+        check(place.on_host(copy), total)
 
 
 def test_a_wait_with_a_time_limit_waits_on_the_host(place: OnFake, word: np.ndarray) -> None:

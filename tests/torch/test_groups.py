@@ -23,9 +23,9 @@ pytestmark = pytest.mark.mpi
 def check_sum(members: list[int], group: dist.ProcessGroup | None = None) -> None:
     """An all-reduce in a group must give the sum over its members, on each of them."""
     if dist.get_rank() in members:
-        found = drawn(dist.get_rank())
-        dist.all_reduce(found, group=group)
-        check(found, combined("SUM", [drawn(rank) for rank in members]))
+        tensor = drawn(dist.get_rank())
+        dist.all_reduce(tensor, group=group)
+        check(tensor, combined("SUM", [drawn(rank) for rank in members]))
 
 
 # Which ranks
@@ -40,9 +40,9 @@ def test_a_group_of_some_ranks_leaves_the_others_out(ranks: range) -> None:
         assert dist.get_process_group_ranks(group) == members
         assert dist.get_rank(group) == members.index(dist.get_rank())
         assert dist.get_world_size(group) == 2
-        found = drawn(dist.get_rank())
-        dist.broadcast(found, members[1], group=group)  # the root is a rank of the job
-        check(found, drawn(members[1]))
+        tensor = drawn(dist.get_rank())
+        dist.broadcast(tensor, members[1], group=group)  # the root is a rank of the job
+        check(tensor, drawn(members[1]))
     else:
         assert group is dist.GroupMember.NON_GROUP_MEMBER
 
@@ -61,14 +61,14 @@ def test_groups_that_share_ranks_do_not_disturb_each_other(ranks: range) -> None
     p, mine = len(ranks), dist.get_rank()
     pairs = [sorted({i, (i + 1) % p}) for i in ranks]
     groups = [dist.new_group(pair) for pair in pairs]
-    found, works = [drawn(mine) for _ in groups], []
-    for tensor, pair, group in zip(found, pairs, groups, strict=True):
+    tensors, works = [drawn(mine) for _ in groups], []
+    for tensor, pair, group in zip(tensors, pairs, groups, strict=True):
         if mine in pair:
             works.append(dist.all_reduce(tensor, group=group, async_op=True))
     check_sum([*ranks])  # in between
     for work in works:
         work.wait()
-    for tensor, pair in zip(found, pairs, strict=True):
+    for tensor, pair in zip(tensors, pairs, strict=True):
         if mine in pair:
             check(tensor, combined("SUM", [drawn(rank) for rank in pair]))
 
@@ -209,9 +209,9 @@ def test_checked_mode_finds_ranks_that_make_different_calls() -> None:
         check_sum([*ranks])
         size = 5 if dist.get_rank() == 0 else 6
         group = dist.new_group([*ranks])
-        for each in (None, group):
+        for either in (None, group):
             with pytest.raises(dist.DistBackendError, match="rank"):
-                dist.all_reduce(torch.ones(size), group=each)
+                dist.all_reduce(torch.ones(size), group=either)
         check_sum([*ranks], group)
         check_sum([*ranks])
 
@@ -228,10 +228,10 @@ def test_default_groups_may_follow_one_another(world: collectives.Communicator) 
 
 
 def test_the_default_group_ends_with_calls_that_nobody_has_waited_for(ranks: range) -> None:
-    found = drawn(dist.get_rank())
-    dist.all_reduce(found, async_op=True)
+    tensor = drawn(dist.get_rank())
+    dist.all_reduce(tensor, async_op=True)
     dist.destroy_process_group()
-    check(found, combined("SUM", [drawn(rank) for rank in ranks]))
+    check(tensor, combined("SUM", [drawn(rank) for rank in ranks]))
 
 
 def test_a_monitored_barrier_waits_for_all_ranks(ranks: range) -> None:

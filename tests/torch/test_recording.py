@@ -96,19 +96,19 @@ def test_calls_of_fsdp_have_the_name_of_the_module_that_is_gathered(rings: None)
     model, mesh = Stack(), init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    found = phases(recorded(fully_shard(model, mesh=mesh)))
-    assert found[:2] == [(f"forward/layers.{k}", "all_gather") for k in (0, 1)]
-    assert ("backward/layers.0", "all_gather") in found
-    assert {row for row in found if row[1] == "reduce_scatter"} == {
+    calls = phases(recorded(fully_shard(model, mesh=mesh)))
+    assert calls[:2] == [(f"forward/layers.{k}", "all_gather") for k in (0, 1)]
+    assert ("backward/layers.0", "all_gather") in calls
+    assert {row for row in calls if row[1] == "reduce_scatter"} == {
         (f"backward/layers.{k}", "reduce_scatter") for k in (0, 1)
     }
 
 
 def test_calls_of_ddp_have_the_number_of_the_bucket(rings: None) -> None:
     model = DistributedDataParallel(Stack(), bucket_cap_mb=0.001)
-    found = phases(recorded(model))
-    assert len(found) > 2
-    assert found == [(f"backward/bucket {k}", "all_reduce") for k in range(len(found))]
+    calls = phases(recorded(model))
+    assert len(calls) > 2
+    assert calls == [(f"backward/bucket {k}", "all_reduce") for k in range(len(calls))]
 
 
 def test_a_hook_of_ddp_has_the_number_of_the_bucket(rings: None) -> None:
@@ -119,8 +119,8 @@ def test_a_hook_of_ddp_has_the_number_of_the_bucket(rings: None) -> None:
         return work.get_future().then(lambda done: done.value()[0])
 
     model.register_comm_hook(None, hook)
-    found = phases(recorded(model))
-    assert found == [(f"backward/bucket {k}", "all_reduce") for k in range(len(found))]
+    calls = phases(recorded(model))
+    assert calls == [(f"backward/bucket {k}", "all_reduce") for k in range(len(calls))]
 
 
 def test_calls_of_tensor_parallelism_have_the_name_of_the_layer(rings: None) -> None:
@@ -157,8 +157,8 @@ def test_the_dimension_of_the_mesh_is_the_axis(rings: None) -> None:
     ranks = list(range(size if size == 2 else size - 1))
     mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("shard",))
     if dist.get_rank() in ranks:
-        found = recorded(fully_shard(Stack(), mesh=mesh)).summary(by=("axis",))
-        assert list(found) == [("" if size == 2 else "shard",)]  # all ranks are the default group
+        summary = recorded(fully_shard(Stack(), mesh=mesh)).summary(by=("axis",))
+        assert list(summary) == [("" if size == 2 else "shard",)]  # all ranks are the default group
 
 
 def test_nothing_is_labelled_after_the_recording(rings: None) -> None:
@@ -229,7 +229,7 @@ class Unit(nn.Module):
 def like_gpt() -> nn.Sequential:
     """A module for each unit of the GPT, of its size."""
     units = gpt(num_layers=2, hidden=SIZES.hidden, context=SIZES.context).units.values()
-    sizes = [sum(torch.Size(each.shape).numel() for each in unit.values()) for unit in units]
+    sizes = [sum(torch.Size(leaf.shape).numel() for leaf in unit.values()) for unit in units]
     return nn.Sequential(*map(Unit, sizes))
 
 
@@ -281,8 +281,8 @@ def test_pytorch_sends_what_parallel_predicts_for_the_same_strategy(name: str, r
     ledger = recorded(divide(like_gpt())).gather()
     if ledger is not None:
         sent = Counter[tuple[str, str]]()
-        for (phase, collective), found in ledger.summary().items():
-            sent[phase.partition("/")[0], collective] += found.bytes
+        for (phase, collective), row in ledger.summary().items():
+            sent[phase.partition("/")[0], collective] += row.bytes
         assert sent == wanted
 
 
@@ -302,12 +302,12 @@ BLOCKS: dict[str, tuple[str, Sharding | None, str | None]] = {
 
 def of_blocks(calls: Iterable[tuple[str, str, str, int]]) -> Counter[tuple[str, ...]]:
     """The bytes that calls of blocks send, by pass, number of the block, axis and collective."""
-    found = Counter[tuple[str, ...]]()
+    totals = Counter[tuple[str, ...]]()
     for phase, axis, collective, num_bytes in calls:
         if block := BLOCK.match(phase):
             step = "forward" if block[1] == "forward" else "backward"
-            found[step, block[2], axis, collective] += num_bytes
-    return found
+            totals[step, block[2], axis, collective] += num_bytes
+    return totals
 
 
 def served() -> Iterator[tuple[Strategy, dict[str, int]]]:
@@ -322,7 +322,7 @@ def served() -> Iterator[tuple[Strategy, dict[str, int]]]:
 
 def test_blocks_send_what_parallel_predicts_for_the_same_strategy(rings: None) -> None:
     size, names = dist.get_world_size(), list[str]()
-    found: dict[str, tuple[Counter[tuple[str, ...]], Counter[tuple[str, ...]]]] = {}
+    by_strategy: dict[str, tuple[Counter[tuple[str, ...]], Counter[tuple[str, ...]]]] = {}
     for strategy, axes in served():
         _, sharding, sequence = BLOCKS[strategy.name]
         wanted = of_blocks(
@@ -341,12 +341,12 @@ def test_blocks_send_what_parallel_predicts_for_the_same_strategy(rings: None) -
             step()
         if (whole := ledger.gather()) is not None:
             summary = whole.summary(("phase", "axis", "collective"))
-            found[strategy.name] = (
+            by_strategy[strategy.name] = (
                 of_blocks((*key, row.bytes) for key, row in summary.items()),
                 wanted,
             )
         names.append(strategy.name)
-    for name, (sent, wanted) in found.items():
+    for name, (sent, wanted) in by_strategy.items():
         assert sent == wanted and len(sent) >= 4, name
     assert len(names) == {2: 4, 3: 2, 4: 6}[size]
 
@@ -361,7 +361,7 @@ def backward_of(model: nn.Module, budget: int) -> None:
 def test_a_budget_is_kept_or_the_test_fails(rings: None) -> None:
     model = DistributedDataParallel(Stack())
     warm_up(model)
-    num_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+    num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     budget = 2 * (dist.get_world_size() - 1) * num_bytes
     backward_of(model, budget)
     with pytest.raises(AssertionError, match=f"sent {budget} bytes, expected {budget - 1}"):

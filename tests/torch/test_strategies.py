@@ -25,19 +25,19 @@ def results(backend: str, strategy: Callable[[], Results]) -> Results:
         return strategy()
 
 
-def compare(found: Results, wanted: Results, *, is_exact: bool) -> None:
+def compare(actual: Results, expected: Results, *, is_exact: bool) -> None:
     close = 0.0 if is_exact else CLOSE
-    assert len(found) == len(wanted)
-    for one, other in zip(found, wanted, strict=True):
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("name", strategies.names())
 def test_a_strategy_computes_what_it_does_with_gloo(mpi_world: Any, name: str) -> None:
-    wanted = results("gloo", STRATEGIES[name])
-    found = results("ring", STRATEGIES[name])
-    assert wanted or name == "fsdp_of_tensor_parallel"  # which needs an even number of ranks
-    compare(found, wanted, is_exact=mpi_world.size == 2 or name in strategies.ONLY_MOVED)
+    of_gloo = results("gloo", STRATEGIES[name])
+    of_ring = results("ring", STRATEGIES[name])
+    assert of_gloo or name == "fsdp_of_tensor_parallel"  # which needs an even number of ranks
+    compare(of_ring, of_gloo, is_exact=mpi_world.size == 2 or name in strategies.ONLY_MOVED)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor_parallel"])
@@ -45,7 +45,7 @@ def test_a_message_that_is_left_out_is_noticed(
     mpi_world: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Negative control: a backend that leaves the results of one kind of call as they were."""
-    wanted = results("ring", STRATEGIES[name])
+    right = results("ring", STRATEGIES[name])
     method = {"ddp": "allreduce", "tensor_parallel": "allreduce", "fsdp": "_reduce_scatter"}[name]
     made, is_first = getattr(RingBackend, method), [True]
 
@@ -61,10 +61,10 @@ def test_a_message_that_is_left_out_is_noticed(
         return work
 
     monkeypatch.setattr(RingBackend, method, wrong_once)
-    found = results("ring", STRATEGIES[name])
+    wrong = results("ring", STRATEGIES[name])
     assert not is_first[0]
     with pytest.raises(AssertionError, match="not close"):
-        compare(found, wanted, is_exact=False)
+        compare(wrong, right, is_exact=False)
 
 
 def test_context_parallelism_cannot_run_on_the_cpu_with_any_backend(mpi_world: Any) -> None:
