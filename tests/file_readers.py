@@ -225,9 +225,9 @@ def load_checkpoint(path: Path) -> None:
     folder.mkdir()
     for name, words in json.loads(path.read_bytes()).items():
         (folder / name).write_bytes(bytes.fromhex(words))
-    found = Checkpoint(folder)
-    found.check(trainer())
-    found.check_files(0, 1)
+    saved = Checkpoint(folder)
+    saved.check(trainer())
+    saved.check_files(0, 1)
     checkpoint.load(trainer(), folder)
     Checkpoint(folder).check_values(trainer().model)
     checkpoint.load_parameters(folder, trainer().model, None)
@@ -304,9 +304,9 @@ def fault(kind: str, seed: int | None, folder: Path) -> str:
     if seed is None:
         return "" if use(path) in (None, 0) else "the good file is refused"
     begin = time.perf_counter()
-    found = fault_of(lambda: use(path))
+    wrong = fault_of(lambda: use(path))
     seconds = time.perf_counter() - begin
-    return found or (f"took {seconds:.0f} s" if seconds > SECONDS else "")
+    return wrong or (f"took {seconds:.0f} s" if seconds > SECONDS else "")
 
 
 def fault_of(use: Callable[[], object]) -> str:
@@ -343,9 +343,9 @@ def main(words: list[str]) -> int:
     for kind in words[2:] or KINDS:
         with tempfile.TemporaryDirectory() as folder:
             for seed in range(first, first + count):
-                if found := fault(kind, seed, Path(folder)):
+                if wrong := fault(kind, seed, Path(folder)):
                     num_faults += 1
-                    print(f"{kind} {seed}: {found}", flush=True)
+                    print(f"{kind} {seed}: {wrong}", flush=True)
     print(f"{num_faults} faults")
     return int(num_faults > 0)
 

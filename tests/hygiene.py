@@ -72,7 +72,7 @@ class Made:
     def _calls(self) -> Iterator[str]:
         over = [transport for transport in self.transports if transport.world.failure is None]
         yield from map(unfinished, calls_of(over))
-        pending = {id(each): each for transport in over for each in transport.pending}
+        pending = {id(messages): messages for transport in over for messages in transport.pending}
         for messages in pending.values():
             yield f"a receive: {', '.join(map(str, messages.waiting_for()))}"
 
@@ -127,7 +127,7 @@ def afterwards(cls: type, name: str, note: Callable[[Any, Any], object]) -> None
 
 def calls_of(transports: Iterable[Any]) -> list[Work | Execution]:
     """The calls that are under way, and the executions that failed with messages on their way."""
-    calls = [call for each in transports for call in (*each.in_flight, *each.failed)]
+    calls = [call for transport in transports for call in (*transport.in_flight, *transport.failed)]
     return list({id(call): call for call in calls}.values())
 
 

@@ -21,19 +21,19 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
     """Every container and key in a value of JSON."""
     pairs = list(value.items()) if isinstance(value, dict) else []
     pairs = list(enumerate(value)) if isinstance(value, list) else pairs
-    for key, each in pairs:
+    for key, inner in pairs:
         yield value, key
-        yield from places(each)
+        yield from places(inner)
 
 
 def changed(value: Any, random: Random) -> Any:
     """A value of JSON with one to three changes."""
     value = copy.deepcopy(value)
     for _ in range(random.choice([1, 1, 1, 2, 3])):
-        found = list(places(value))
-        if not found:
+        inside = list(places(value))
+        if not inside:
             return random.choice(OTHERS)
-        _change(*random.choice(found), value, random)
+        _change(*random.choice(inside), value, random)
     return value
 
 

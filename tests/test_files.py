@@ -22,7 +22,7 @@ def test_a_good_file_is_read(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_changed_file_is_read_or_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
     faults = {seed: fault(kind, seed, tmp_path) for seed in SEEDS}
-    assert {seed: found for seed, found in faults.items() if found} == {}
+    assert {seed: fault for seed, fault in faults.items() if fault} == {}
 
 
 def raising(error: BaseException) -> Callable[[], object]:
@@ -33,7 +33,7 @@ def raising(error: BaseException) -> Callable[[], object]:
 
 
 @pytest.mark.parametrize(
-    ("use", "found"),
+    ("use", "part"),
     [
         (raising(TypeError("oops")), "TypeError: oops"),
         (raising(RecursionError()), "RecursionError"),
@@ -44,8 +44,8 @@ def raising(error: BaseException) -> Callable[[], object]:
         (lambda: 1, "exit status 1"),
     ],
 )
-def test_every_other_end_is_a_fault(use: Callable[[], object], found: str) -> None:
-    assert found in fault_of(use)
+def test_every_other_end_is_a_fault(use: Callable[[], object], part: str) -> None:
+    assert part in fault_of(use)
     assert fault_of(raising(ValueError("one sentence"))) == fault_of(lambda: None) == ""
 
 

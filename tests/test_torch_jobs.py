@@ -235,11 +235,11 @@ def traffic_of(backend: str, tmp_path: Path, **env: str) -> list[list[str]]:
 
 
 def test_traffic_has_what_the_backend_sends(tmp_path: Path) -> None:
-    found = [[cell.strip() for cell in line] for line in traffic_of("ring", tmp_path)]
-    sent = {(line[0], line[1]): line[-1] for line in found if len(line) > 1}
+    table = [[cell.strip() for cell in line] for line in traffic_of("ring", tmp_path)]
+    sent = {(line[0], line[1]): line[-1] for line in table if len(line) > 1}
     assert sent["train.py:4", "all_reduce"] == str(2 * 3000 * 4)
     assert sent["train.py:5", "send"] == str(2 * 5 * 4)
-    assert not any("backend" in line[0] for line in found)
+    assert not any("backend" in line[0] for line in table)
 
 
 RECORDED = """

@@ -139,13 +139,13 @@ def commands(path: Path) -> Iterator[list[Command]]:
         language, lines = block.groups()
         first = text.count("\n", 0, block.start()) + 2
         is_shell = language in ("sh", "bash")
-        found = [
+        group = [
             Command(name, first + number, without_comment(line if is_shell else line[2:]))
             for number, line in joined(lines)
             if (is_shell and without_comment(line)) or line.startswith("$ ")
         ]
-        if found:
-            yield found
+        if group:
+            yield group
     prose = outside_of_blocks(text)
     for span in re.finditer(r"`([^`]+)`", prose):
         words = " ".join(span[1].split())
@@ -274,7 +274,7 @@ def main(names: list[str]) -> int:
 def left_out(paths: Iterable[Path]) -> Iterator[tuple[str, str]]:
     """The commands of pages that are not run here, with the reason."""
     for path in paths:
-        for command in (each for group in commands(path) for each in group):
+        for command in (command for group in commands(path) for command in group):
             if command.text not in NAMES and (reason := why_not(command)):
                 yield command.text, reason
 
@@ -284,7 +284,7 @@ def line_of(outcome: Outcome) -> str:
     (page, line, text, _), status, seconds, output = outcome
     end_of_output = output.splitlines()[-8:] if status != 0 else []
     first = f"{status!s:>4} {seconds:6.1f} s  {page}:{line}  {text}"
-    return "\n".join([first, *(f"     | {each}" for each in end_of_output)])
+    return "\n".join([first, *(f"     | {end}" for end in end_of_output)])
 
 
 if __name__ == "__main__":

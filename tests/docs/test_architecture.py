@@ -15,17 +15,17 @@ LINK = re.compile(r"\[`([\w.]+)`\]\(([^)]+\.py)\)")
 
 def defined(path: Path) -> set[str]:
     """The names that a file defines: "function", "Class", "Class.method", "CONSTANT"."""
-    found: set[str] = set()
+    names: set[str] = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found.update(target.id for target in targets if isinstance(target, ast.Name))
+            names.update(target.id for target in targets if isinstance(target, ast.Name))
         if isinstance(node, ast.ClassDef):
-            methods = (each for each in node.body if isinstance(each, ast.FunctionDef))
-            found.update(f"{node.name}.{method.name}" for method in methods)
-    return found
+            methods = (member for member in node.body if isinstance(member, ast.FunctionDef))
+            names.update(f"{node.name}.{method.name}" for method in methods)
+    return names
 
 
 def stale(text: str, folder: Path) -> Iterator[str]:

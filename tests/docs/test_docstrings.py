@@ -42,10 +42,10 @@ def missing(name: str, thing: Any, inherited: str = "") -> list[str]:
     if not text.strip():
         return [f"{name}: no docstring"]
     text = f"{text}\n{inherited}"
-    found = [f"{name}: {each}" for each in parameters(thing) if not is_named(each, text)]
+    lacking = [f"{name}: {what}" for what in parameters(thing) if not is_named(what, text)]
     if gives_something(thing) and not SAYS_WHAT_IT_GIVES.search(text):
-        found.append(f"{name}: what it returns")
-    return found
+        lacking.append(f"{name}: what it returns")
+    return lacking
 
 
 def parameters(thing: Any) -> list[str]:
@@ -53,8 +53,8 @@ def parameters(thing: Any) -> list[str]:
     function = thing.__func__ if isinstance(thing, classmethod | staticmethod) else thing
     if isinstance(function, property) or (inspect.isclass(function) and is_plain(function)):
         return []
-    found = inspect.signature(function).parameters.values()
-    names = [each.name for each in found if each.kind not in VARIADIC]
+    takes = inspect.signature(function).parameters.values()
+    names = [parameter.name for parameter in takes if parameter.kind not in VARIADIC]
     return [name for name in names if name not in ("self", "cls") and name[0] != "_"]
 
 

@@ -111,7 +111,7 @@ def test_the_examples_of_divided_models_print_what_one_rank_computes(tmp_path: P
     for line in of_ranks:
         np.testing.assert_allclose(literal_eval(line), float(alone), rtol=1e-12)
     printed = [line.strip("[]").split(", ") for line in of_ranks]
-    assert [len(each) for each in printed] == [2, 4, 2]  # tensor, data and context, pipe
+    assert [len(numbers) for numbers in printed] == [2, 4, 2]  # tensor, data and context, pipe
     assert [line for line in lines if line not in of_ranks] == ["27 3 [4, 4, 4, 4]"]
 
 

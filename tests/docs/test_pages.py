@@ -158,19 +158,21 @@ def parsers_of(name: str, words: Sequence[str]) -> list[argparse.ArgumentParser]
     return [parsers()[key] for key in named if key in parsers()]
 
 
-def options_of(found: Sequence[argparse.ArgumentParser]) -> dict[str, list[argparse.Action]]:
+def options_of(parsers: Sequence[argparse.ArgumentParser]) -> dict[str, list[argparse.Action]]:
     """The options of some parsers by their names; --help is one of them."""
     options: dict[str, list[argparse.Action]] = {}
-    for parse in found:
+    for parse in parsers:
         for action in parse._actions:
             for name in action.option_strings:
                 options.setdefault(name, []).append(action)
     return options
 
 
-def wrong_options(words: Sequence[str], found: Sequence[argparse.ArgumentParser]) -> Iterator[str]:
+def wrong_options(
+    words: Sequence[str], parsers: Sequence[argparse.ArgumentParser]
+) -> Iterator[str]:
     """The options among some words that no parser has, or not with this value."""
-    known, rest = options_of(found), list(words)
+    known, rest = options_of(parsers), list(words)
     while rest:
         option, _, value = rest.pop(0).partition("=")
         if not re.match(r"--?[A-Za-z]", option):
@@ -197,7 +199,7 @@ def wrong_in_commands(path: Path) -> Iterator[str]:
     """The options in the commands of a page that these do not have."""
     for group in pages.commands(path):
         for command in group:
-            yield from (f"line {command.line}: {each}" for each in wrong_in(command.text))
+            yield from (f"line {command.line}: {option}" for option in wrong_in(command.text))
 
 
 def wrong_in(text: str) -> Iterator[str]:
@@ -213,9 +215,9 @@ def wrong_in_text(path: Path) -> Iterator[str]:
     named = [(name, "") for name in MEANT.get(path.name, ())]
     for words in re.findall(r"(?:\bring|-m [\w.]+)(?: \w+){0,3}", text):
         named += [(name, (rest or [""])[0]) for name, rest in programs(words)]
-    found = [parse for name, word in named for parse in parsers_of(name, [word])]
+    parsers = [parse for name, word in named for parse in parsers_of(name, [word])]
     for span in re.findall(r"`(--?[A-Za-z][^`]*)`", pages.outside_of_blocks(text)):
-        for option in wrong_options(span.split(), found):
+        for option in wrong_options(span.split(), parsers):
             if option.split()[0] not in FOREIGN:
                 yield f"no command of the page has {option}"
 
@@ -275,8 +277,8 @@ def missing_on_the_page(name: str, parse: argparse.ArgumentParser) -> list[str]:
     collectives = {f"ring bench {name}" for name in (*algorithms.collectives(), "all")}
     section = listed()["ring bench COLLECTIVE" if name in collectives else name]
     named = (x.option_strings or [x.metavar or x.dest] for x in arguments(parse))
-    names = [name for each in named for name in each]
-    return [each for each in names if not re.search(rf"[`\s]{re.escape(each)}[`\s,]", section)]
+    names = [name for spellings in named for name in spellings]
+    return [name for name in names if not re.search(rf"[`\s]{re.escape(name)}[`\s,]", section)]
 
 
 @pytest.mark.parametrize("name", parsers())

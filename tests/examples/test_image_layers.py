@@ -104,14 +104,14 @@ def test_what_layers_keep_is_what_formulas_say(case: Case, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", WIDE)
 @each_case
 def test_small_dtypes_are_close_to_float64(case: Case, dtype: str) -> None:
-    found = {}
-    for each in ("float64", dtype):
+    results = {}
+    for kind in ("float64", dtype):
         layer = case.make()
-        made = alone(layer, each)
-        y, saved = layer.forward(case.input(each), Step())
-        dx = layer.backward(case.slope(each), saved)
-        found[each] = [y, *([] if dx is None else [dx]), *made.named_gradients().values()]
-    for a, b in zip(found[dtype], found["float64"], strict=True):
+        made = alone(layer, kind)
+        y, saved = layer.forward(case.input(kind), Step())
+        dx = layer.backward(case.slope(kind), saved)
+        results[kind] = [y, *([] if dx is None else [dx]), *made.named_gradients().values()]
+    for a, b in zip(results[dtype], results["float64"], strict=True):
         bound = WIDE[dtype] * max(1.0, np.abs(b).max())
         np.testing.assert_allclose(a.astype(float), b, rtol=0, atol=bound)
 
@@ -124,13 +124,13 @@ def test_without_rows_a_layer_has_an_empty_output_and_no_gradient(case: Case) ->
     y, saved = layer.forward(empty.input(), Step())
     assert y.shape == empty.slope().shape
     layer.backward(empty.slope(), saved)
-    assert not any(each.any() for each in made.named_gradients().values())
+    assert not any(gradient.any() for gradient in made.named_gradients().values())
 
 
 @each_case
 def test_a_device_gives_the_same_bits(case: Case) -> None:
     """And no array of numbers crosses to the host."""
-    found = []
+    results = []
     for xp in (np, FAKE):
         layer = case.make()
         values = {key: xp.asarray(x) for key, x in drawn(layer).items()}
@@ -140,8 +140,8 @@ def test_a_device_gives_the_same_bits(case: Case) -> None:
         y, saved = layer.forward(x, Step(copied={id(x): on_host}))
         dx = layer.backward(dy, saved)
         assert crossed()["get"] == 0
-        found.append([y, *([] if dx is None else [dx]), *layer.gradient.values()])
-    for here, there in zip(*found, strict=True):
+        results.append([y, *([] if dx is None else [dx]), *layer.gradient.values()])
+    for here, there in zip(*results, strict=True):
         np.testing.assert_array_equal(here, bare(there))
 
 
@@ -165,7 +165,7 @@ def plain_attention(layer: WindowAttention, x: Values) -> Values:
 
     places = list(np.ndindex(rows, columns))
     for b, row, column, head in np.ndindex(batch, rows, columns, heads):
-        seen = [each for each in places if window_of(*each) == window_of(row, column)]
+        seen = [place for place in places if window_of(*place) == window_of(row, column)]
         scores = []
         for r, c in seen:
             at = (row - r + w - 1) * (2 * w - 1) + column - c + w - 1

@@ -156,9 +156,9 @@ def test_routing_is_the_same_on_all_layouts(name: str) -> None:
     ends = setup_of(of, data=2, expert=2).run()
     logs = [log for end in ends if (log := mixtures(end.trainer.model)[0].log) is not None]
     for layer, per_row in TOKENS[name].items():
-        found, wanted = (digests(each, per_row) for each in (logs, [LOGS[of]]))
+        on_ranks, alone = (digests(routings, per_row) for routings in (logs, [LOGS[of]]))
         for step in range(STEPS):
-            assert found[step, layer] == wanted[step, layer]
+            assert on_ranks[step, layer] == alone[step, layer]
 
 
 def test_traffic_of_another_routing_is_noticed() -> None:
@@ -264,8 +264,8 @@ def test_images_do_not_depend_on_the_ranks() -> None:
         )
         for rank in range(4)
     ]
-    for each, wanted in zip(zip(*parts, strict=True), whole, strict=True):
-        np.testing.assert_array_equal(np.concatenate(each), wanted)
+    for of_ranks, wanted in zip(zip(*parts, strict=True), whole, strict=True):
+        np.testing.assert_array_equal(np.concatenate(of_ranks), wanted)
     pixels, targets = whole
     assert (pixels.shape, targets.shape) == ((11, 12, 12, 3), (11, 1))
     assert pixels.min() >= 0 and pixels.max() <= 255
@@ -318,7 +318,8 @@ def test_a_mesh_that_divides_positions_is_refused() -> None:
             return str(error)
         return ""
 
-    assert all("divide the positions of a text" in each for each in collectives.run(make, size=2))
+    reasons = collectives.run(make, size=2)
+    assert all("divide the positions of a text" in reason for reason in reasons)
 
 
 def test_images_of_another_size_are_refused_on_all_ranks() -> None:
@@ -400,8 +401,8 @@ def test_checkpoints_of_one_layout_are_loaded_on_another(tmp_path: Path) -> None
         return third(trainer)
 
     setup_of(of).alone()  # from which the routing is known
-    (wanted, *_), found = collectives.run(save, size=4), collectives.run(load, size=3)
-    assert found == pytest.approx([wanted] * 3, abs=1e-12)
+    (saved, *_), loaded = collectives.run(save, size=4), collectives.run(load, size=3)
+    assert loaded == pytest.approx([saved] * 3, abs=1e-12)
 
 
 def test_a_gate_may_be_made_by_a_function() -> None:

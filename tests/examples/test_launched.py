@@ -30,9 +30,9 @@ def losses_alone(
 
 def losses(said: str) -> list[str]:
     """The lines about losses: those of steps, and the last one."""
-    found = [line for line in said.splitlines() if "loss " in line and "|" not in line]
-    assert found
-    return found
+    lines = [line for line in said.splitlines() if "loss " in line and "|" not in line]
+    assert lines
+    return lines
 
 
 def test_a_hierarchical_transformer_trains_as_one_rank(capsys: pytest.CaptureFixture[str]) -> None:

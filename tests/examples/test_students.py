@@ -112,9 +112,9 @@ def test_every_layout_trains_as_one_rank(axes: dict[str, int]) -> None:
     """Losses and parameters of 2 clipped steps; traffic and memory of each, to the byte."""
     ends = check_as_one_rank(setup_of(Student(), **axes))
     if "expert" in axes:
-        its = {each for each in phases(ends[0]) if "/teacher/" in each}
+        its = {phase for phase in phases(ends[0]) if "/teacher/" in phase}
         assert "forward/loss/teacher/block1/dispatch" in its
-        assert all(each.startswith("forward/loss/teacher/") for each in its)
+        assert all(phase.startswith("forward/loss/teacher/") for phase in its)
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -155,9 +155,9 @@ def test_without_a_teacher_the_loss_is_that_of_the_student() -> None:
             layer.expected = LOGS[Student(0)][0]
         return model
 
-    found, wanted = setup_of(Student(0)).alone(), setup_of(plain).alone()
-    assert found.losses == wanted.losses
-    for (name, _, a), (other, _, b) in zip(found.parameters, wanted.parameters, strict=True):
+    student, without = setup_of(Student(0)).alone(), setup_of(plain).alone()
+    assert student.losses == without.losses
+    for (name, _, a), (other, _, b) in zip(student.parameters, without.parameters, strict=True):
         assert name == other
         np.testing.assert_array_equal(a, b)
 
@@ -204,8 +204,8 @@ def test_the_loss_is_the_plain_formula() -> None:
     teacher, x, step = teacher_on(None), logits(), step_of()
     loss, _ = lone(teacher).forward(x, step)
     probabilities = []
-    for each in (teacher.logits(step, x), x):
-        powers = np.exp(each - each.max(axis=-1, keepdims=True))
+    for numbers in (teacher.logits(step, x), x):
+        powers = np.exp(numbers - numbers.max(axis=-1, keepdims=True))
         probabilities.append(powers / powers.sum(axis=-1, keepdims=True))
     t, s = probabilities
     hard = -np.log(np.take_along_axis(s, step.targets[..., None], axis=-1)).sum()
@@ -234,8 +234,8 @@ def test_a_wrong_derivative_is_noticed() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     x = np.array([[1e4, -1e4, 0.0]])
-    found = divergence(-x, x, None)
-    assert np.isfinite(found.total) and np.isfinite(found.slopes).all()
+    result = divergence(-x, x, None)
+    assert np.isfinite(result.total) and np.isfinite(result.slopes).all()
     assert divergence(x, x, None).total == 0
 
 
@@ -309,11 +309,12 @@ def test_a_teacher_is_loaded_from_a_checkpoint_of_any_layout(tmp_path: Path) -> 
         return teacher.digest, teacher.logits(step, np.zeros(0)), teacher.nbytes
 
     ((digest, wanted, nbytes),) = collectives.run(of_teacher, size=1)
-    found = collectives.run(of_teacher, size=2)
-    close(np.concatenate([each for _, each, _ in found]), wanted, 1e-12, "logits")
-    assert len({each for each, _, _ in found}) == 1
-    assert found[0][0] != digest  # which is of the experts too, where ranks do not divide them
-    assert nbytes / 2 < found[0][2] < nbytes
+    of_ranks = collectives.run(of_teacher, size=2)
+    close(np.concatenate([part for _, part, _ in of_ranks]), wanted, 1e-12, "logits")
+    ((digest_of_parts, _, nbytes_of_part), (same_digest, _, _)) = of_ranks
+    assert same_digest == digest_of_parts
+    assert digest_of_parts != digest  # which is of the experts too, where ranks do not divide them
+    assert nbytes / 2 < nbytes_of_part < nbytes
     one = teacher_on(None, "bias")
     tokens = np.random.default_rng(1).integers(0, 256, (6, CONTEXT))
     step = Step(tokens, 1, context=CONTEXT, tokens=tokens, batch=BatchRows(0, (range(6),)))
@@ -341,7 +342,7 @@ def test_ranks_with_different_teachers_are_refused() -> None:
             return str(error)
         return ""
 
-    assert all("layers" in each for each in collectives.run(start, size=2))
+    assert all("layers" in reason for reason in collectives.run(start, size=2))
 
 
 def test_sizes_are_said_with_their_ratio() -> None:
@@ -398,7 +399,7 @@ def test_impossible_students_are_refused(make: Callable[[], object], words: str)
 
 def test_a_teacher_of_another_mesh_is_refused() -> None:
     def make(comm: collectives.Communicator) -> list[str]:
-        found = []
+        reasons = []
         for mine, its in [("expert", None), ("expert", "expert"), (None, "expert")]:
             meshes = [None if axis is None else Mesh(comm, **{axis: 2}) for axis in (mine, its)]
             try:
@@ -406,12 +407,12 @@ def test_a_teacher_of_another_mesh_is_refused() -> None:
                     moe_gpt(num_layers=1, mesh=meshes[0], **MODEL), teacher_on(meshes[1]), stop=1
                 )
             except ValueError as error:
-                found.append(str(error))
-        return found
+                reasons.append(str(error))
+        return reasons
 
-    for each in collectives.run(make, size=2):
-        assert len(each) == 3
-        assert all("make both models with the same" in words for words in each)
+    for reasons in collectives.run(make, size=2):
+        assert len(reasons) == 3
+        assert all("make both models with the same" in reason for reason in reasons)
 
 
 def test_logits_of_other_classes_are_refused() -> None:

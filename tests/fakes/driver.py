@@ -453,7 +453,7 @@ class Pool:
     def trim(self) -> list[Allocation]:
         """Give up the allocations that have no arrays; their owner frees them."""
         waiting = {id(chunk) for _, chunk, _, _ in self._waiting}
-        unused = [each for each in self._chunks if not each.arrays and id(each) not in waiting]
+        unused = [chunk for chunk in self._chunks if not chunk.arrays and id(chunk) not in waiting]
         self._chunks = [chunk for chunk in self._chunks if chunk not in unused]
         return unused
 
@@ -582,7 +582,7 @@ class Streams:
 
     def is_passed(self, marks: dict[int, int]) -> bool:
         """Whether the streams are as far as `marks` says."""
-        return all(self._streams[each].num_executed >= number for each, number in marks.items())
+        return all(self._streams[stream].num_executed >= number for stream, number in marks.items())
 
     def is_registered(self, address: int) -> bool:
         """Whether a word lies in page-locked host memory."""
@@ -741,7 +741,7 @@ class Streams:
         if word is not None and operation.is_raising:
             why = races.raise_to(stream, word, value, _word(word).value)
             self.violations += [why] if why else []
-        for used in sorted(operation.ranges, key=lambda each: each.is_written):
+        for used in sorted(operation.ranges, key=lambda used: used.is_written):
             if used.size and operation.run is None:
                 number, what = clock[stream], operation.what
                 use = Use(used.address, used.end, stream, number, used.is_written, what)
@@ -874,7 +874,7 @@ class FakeKernels:
     ) -> Operation:
         program, agents = ProgramWords(words, *run), self._gpu.agents(stream, num_blocks)
         parts = KernelRun(program, function, dtype, self._gpu, self._gpu.races, agents)
-        ranges = [Range(*each) for each in program.ranges()]
+        ranges = [Range(*bounds) for bounds in program.ranges()]
         what = f"run {run[0]} of a program"
         return Operation(what, ranges=ranges, is_ready=parts.can_move, run=parts)
 
@@ -901,7 +901,7 @@ class FakeKernels:
         ranges = [Range(result, size, is_written=True), *reads]
 
         def execute() -> None:
-            target, first, *others = (self._view(each, dtype) for each in ranges)
+            target, first, *others = (self._view(operand, dtype) for operand in ranges)
             target[...] = combined(name, first, others, lefts)
 
         return Operation(f"{name} of {num_operands} operands of {dtype}", execute, ranges)

@@ -81,7 +81,7 @@ def one_kind_for_each_type(loop: Callable[..., Any], kinds: list[Any]) -> Callab
     assert {kind for kind, _ in chosen} == set(kinds)
 
     def part(*values: Any) -> Iterator[tuple[Any, ...]]:
-        return (each for each in loop(*values) if each[:2] in chosen)
+        return (parameters for parameters in loop(*values) if parameters[:2] in chosen)
 
     return part
 
@@ -213,8 +213,8 @@ def outcomes(
     return result.outcomes
 
 
-def skips(found: dict[str, str]) -> dict[str, str]:
-    return {name: outcome for name, outcome in found.items() if outcome.startswith("skipped")}
+def skips(outcomes: dict[str, str]) -> dict[str, str]:
+    return {name: outcome for name, outcome in outcomes.items() if outcome.startswith("skipped")}
 
 
 def main() -> int:

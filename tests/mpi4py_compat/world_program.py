@@ -98,17 +98,17 @@ def main() -> int:
     agreement.Barrier()  # loads compiled code, before numba is hidden
     left_out = [*(f"cco_{name}" for name in MODULES), *NOT_TOUCHED, *([] if chosen.all else SLOW)]
     tests = imported(files(chosen.directory, left_out))
-    found = outcomes(tests, agreement, chosen.verbose, may_fail=MAY_FAIL)
-    failed = {name for name in ASK_FOR_MPIS_OWN if found.pop(name, "") == "failed"}
-    others = {name for name, outcome in found.items() if outcome != "passed"}
+    ended = outcomes(tests, agreement, chosen.verbose, may_fail=MAY_FAIL)
+    failed = {name for name in ASK_FOR_MPIS_OWN if ended.pop(name, "") == "failed"}
+    others = {name for name, outcome in ended.items() if outcome != "passed"}
     plain = on_plain_world(others, agreement) if others else {}
-    is_alike = all(kind(found[name]) == kind(plain.get(name, "")) for name in others)
+    is_alike = all(kind(ended[name]) == kind(plain.get(name, "")) for name in others)
     ok = is_alike and failed == ASK_FOR_MPIS_OWN
     if agreement.rank == 0:
-        counted = [sum(word in outcome for outcome in found.values()) for word in WORDS]
+        counted = [sum(word in outcome for outcome in ended.values()) for word in WORDS]
         print(", ".join(f"{n} {word}" for n, word in zip(counted, WORDS, strict=True)))
         print(
-            "as on MPI's own:", *(f"{name}: {found[name]}" for name in sorted(others)), sep="\n  "
+            "as on MPI's own:", *(f"{name}: {ended[name]}" for name in sorted(others)), sep="\n  "
         )
         print("asked for MPI's own:", *sorted(failed), sep="\n  ")
         print("mpi4py's other tests pass" if ok else "mpi4py's other tests FAIL", flush=True)

@@ -187,7 +187,7 @@ class Case(NamedTuple):
         try:
             results = expected(
                 self.name,
-                [each["x"] for each in given],
+                [arguments["x"] for arguments in given],
                 op=np.add if isinstance(op, Operator) else op,
                 root=int(given[0].get("root", 0)),
                 counts=counts,

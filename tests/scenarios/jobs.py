@@ -214,7 +214,7 @@ def same(got: Any, want: Any, what: object) -> None:
 
 def all_jobs(size: int) -> list[Job]:
     """Every algorithm on `size` ranks, as it stands and with other options."""
-    return [job for each in ALGORITHMS for job in jobs_of(*each, size)]
+    return [job for algorithm in ALGORITHMS for job in jobs_of(*algorithm, size)]
 
 
 def some_jobs(

@@ -71,7 +71,7 @@ def _planned(order: int) -> Call:
 
     def call(comm: Communicator) -> Any:
         x = [FLOATS.copy(), 2 * FLOATS]
-        plans = [comm.plan.all_reduce(each) for each in x]
+        plans = [comm.plan.all_reduce(array) for array in x]
         try:
             for plan in plans[::order]:
                 plan.run()
@@ -235,12 +235,12 @@ def _counts(comm: Communicator, owner: int) -> list[int]:
     return [12 * (rank == owner) for rank in range(comm.size)]
 
 
-def _table(comm: Communicator, each: int) -> list[list[int]]:
-    return [[each] * comm.size] * comm.size
+def _table(comm: Communicator, per_rank: int) -> list[list[int]]:
+    return [[per_rank] * comm.size] * comm.size
 
 
-def _rows(comm: Communicator, each: int) -> np.ndarray:
-    return np.arange(float(each * comm.size))
+def _rows(comm: Communicator, per_rank: int) -> np.ndarray:
+    return np.arange(float(per_rank * comm.size))
 
 
 def make(comm: Communicator, mistake: Mistake) -> Any:

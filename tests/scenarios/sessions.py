@@ -73,17 +73,17 @@ def tags_keep_messages_apart(comm: Communicator) -> None:
 
 def messages_to_oneself_keep_their_order_and_tags(comm: Communicator) -> None:
     own, large = comm.rank, np.arange(100_000.0)
-    found = [np.zeros(1), np.zeros(1), np.zeros(1), np.zeros_like(large)]
+    received = [np.zeros(1), np.zeros(1), np.zeros(1), np.zeros_like(large)]
     with comm.record() as ledger:
         works = [comm.send(np.array([1.0]), own, tag=6, async_op=True)]  # before any receive
-        receives = [(found[0], 6), (found[1], 7), (found[2], 6), (found[3], 6)]
+        receives = [(received[0], 6), (received[1], 7), (received[2], 6), (received[3], 6)]
         works += [comm.recv(x, own, tag=tag, async_op=True) for x, tag in receives]
         sends = [(np.array([2.0]), 6), (large, 6), (np.array([3.0]), 7)]
         works += [comm.send(x, own, tag=tag, async_op=True) for x, tag in sends]
         for work in works:
             work.wait()
-    assert [x[0] for x in found[:3]] == [1.0, 3.0, 2.0]
-    assert np.array_equal(found[3], large)
+    assert [x[0] for x in received[:3]] == [1.0, 3.0, 2.0]
+    assert np.array_equal(received[3], large)
     assert {(row.src, row.dst) for row in ledger.rows()} == {(own, own)}  # as of `send_recv`
 
 
@@ -298,13 +298,13 @@ def calls_with_something_ahead(comm: Communicator) -> dict[str, Callable[[float 
     """Calls of which the other ranks learn more than they know, from rank 0 or from each other."""
     whole = np.arange(float(comm.size)) if comm.rank == 0 else None
     counts = [1] * comm.size
-    each = np.arange(float(comm.size)) + 10 * comm.rank
+    blocks = np.arange(float(comm.size)) + 10 * comm.rank
     return {
         "broadcast": lambda limit: comm.broadcast(whole, timeout=limit),
         "scatter": lambda limit: comm.scatter(whole, timeout=limit),
-        "all_to_all": lambda limit: comm.all_to_all(each, counts=counts, timeout=limit),
+        "all_to_all": lambda limit: comm.all_to_all(blocks, counts=counts, timeout=limit),
         "bruck": lambda limit: comm.all_to_all(
-            each, counts=counts, algorithm="bruck", timeout=limit
+            blocks, counts=counts, algorithm="bruck", timeout=limit
         ),
         "started": lambda limit: comm.broadcast(whole, async_op=True, timeout=limit).wait(),
     }
