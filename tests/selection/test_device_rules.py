@@ -50,7 +50,8 @@ def counted(collective: str, label: str, size: int) -> Counted:
 def hops(lowered: Sequence[DeviceProgram]) -> int:
     """The longest chain of awaits, each of a counter that was raised after the one before it."""
     raised, depths, places = dict[Any, int](), [0] * len(lowered), [0] * len(lowered)
-    while any(place < len(each.operations) for place, each in zip(places, lowered, strict=True)):
+    ends = [len(program.operations) for program in lowered]
+    while places != ends:
         for rank, program in enumerate(lowered):
             for operation in program.operations[places[rank] :]:
                 message = operation.counter, operation.value
@@ -71,9 +72,9 @@ def hops(lowered: Sequence[DeviceProgram]) -> int:
 
 def others(collective: str, size: int) -> list[str]:
     """The algorithms that the rules may name: those without options that change what is sent."""
-    found = {name: algorithms.info(collective, name) for name in algorithms.names(collective)}
-    is_plain = lambda each: not {"segments", "shards", "per_host"} & set(each.options)  # noqa: E731
-    return [name for name, each in found.items() if each.serves(size) and is_plain(each)]
+    entries = {name: algorithms.info(collective, name) for name in algorithms.names(collective)}
+    is_plain = lambda entry: not {"segments", "shards", "per_host"} & set(entry.options)  # noqa: E731
+    return [name for name, entry in entries.items() if entry.serves(size) and is_plain(entry)]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -86,9 +87,9 @@ def test_small_calls_have_the_fewest_hops_and_large_ones_the_least_bytes(
         for n in (8, 2**40)
     )
     every = [counted(collective, name, size) for name in others(collective, size)]
-    assert small.hops == min(each.hops for each in every)
+    assert small.hops == min(costs.hops for costs in every)
     if collective not in ("scan", "exscan"):  # whose chains send the least, and take the longest
-        assert large.link == min(each.link for each in every)
+        assert large.link == min(costs.link for costs in every)
 
 
 def test_other_algorithms_have_more_hops_or_bytes() -> None:
