@@ -116,3 +116,8 @@ def forget_compiled(patch: pytest.MonkeyPatch) -> None:
     """Begin as a process that has compiled nothing, and has told nobody that it compiles."""
     patch.setattr(jit, "_compiled", {})
     patch.setattr(jit, "_warned", set())
+
+
+def without_numba(patch: pytest.MonkeyPatch, why: str = "numba cannot be imported") -> None:
+    """Let nothing be compiled any more, and say why."""
+    patch.setattr(jit, "why_unavailable", lambda: why)

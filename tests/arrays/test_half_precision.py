@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import collectives
-from collectives.arrays import half_precision, jit, kernels
+from collectives.arrays import half_precision, kernels
 from collectives.arrays.backends import HOST
 from collectives.arrays.half_precision import FEW
-from tests.inside import forget_compiled
+from tests.inside import forget_compiled, without_numba
 from tests.scenarios.jobs import dtype
 
 FLOAT16, BFLOAT16 = np.dtype("float16"), dtype("bfloat16")
@@ -54,7 +54,7 @@ def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("combine", "divide"):
         monkeypatch.setattr(kernels, name, getattr(kernels, name).__wrapped__)
     if request.param == "NumPy alone":
-        monkeypatch.setattr(jit, "why_unavailable", lambda: "numba cannot be imported")
+        without_numba(monkeypatch)
 
 
 BOTH_WAYS = pytest.mark.usefixtures("_way")

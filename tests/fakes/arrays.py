@@ -33,15 +33,15 @@ class FakeArray:
     __array_ufunc__ = None  # so NumPy's operators do not take it either
 
     def __init__(self, memory: np.ndarray, base: FakeArray | None = None) -> None:
-        self._memory, self.base = memory, base
+        self.memory, self.base = memory, base
 
-    shape = property(lambda self: self._memory.shape)
-    dtype = property(lambda self: self._memory.dtype)
-    size = property(lambda self: self._memory.size)
-    ndim = property(lambda self: self._memory.ndim)
-    nbytes = property(lambda self: self._memory.nbytes)
-    flags = property(lambda self: self._memory.flags)
-    T = property(lambda self: wrap(self._memory.T, self))
+    shape = property(lambda self: self.memory.shape)
+    dtype = property(lambda self: self.memory.dtype)
+    size = property(lambda self: self.memory.size)
+    ndim = property(lambda self: self.memory.ndim)
+    nbytes = property(lambda self: self.memory.nbytes)
+    flags = property(lambda self: self.memory.flags)
+    T = property(lambda self: wrap(self.memory.T, self))
     device = "fake"
 
     def __array__(self, *args: Any, **more: Any) -> np.ndarray:
@@ -51,41 +51,41 @@ class FakeArray:
         return FAKE
 
     def astype(self, dtype: Any, order: str = "K") -> FakeArray:
-        return FakeArray(self._memory.astype(dtype, order))
+        return FakeArray(self.memory.astype(dtype, order))
 
     def reshape(self, *shape: int) -> FakeArray:
-        return wrap(self._memory.reshape(*shape), self)
+        return wrap(self.memory.reshape(*shape), self)
 
     def view(self, dtype: Any) -> FakeArray:
-        return wrap(self._memory.view(dtype), self)
+        return wrap(self.memory.view(dtype), self)
 
     def __getitem__(self, index: Any) -> FakeArray:
         note_masks(index)
-        return wrap(self._memory[bare(index)], self)
+        return wrap(self.memory[bare(index)], self)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         note_masks(index)
-        self._memory[bare(index)] = on_device_only(value)
+        self.memory[bare(index)] = on_device_only(value)
 
     def __iter__(self) -> Iterator[FakeArray]:
-        return (self[i] for i in range(len(self._memory)))
+        return (self[i] for i in range(len(self.memory)))
 
     def copy(self) -> FakeArray:
-        return FakeArray(self._memory.copy())
+        return FakeArray(self.memory.copy())
 
     # What a host waits for
 
     def __float__(self) -> float:
         note_wait()
-        return float(self._memory)
+        return float(self.memory)
 
     def __int__(self) -> int:
         note_wait()
-        return int(self._memory)
+        return int(self.memory)
 
     def __bool__(self) -> bool:
         note_wait()
-        return bool(self._memory)
+        return bool(self.memory)
 
     # The two ways that are meant
 
@@ -94,13 +94,13 @@ class FakeArray:
         assert out.shape == self.shape and out.dtype == self.dtype and type(out) is np.ndarray
         note_wait()
         crossed()["get"] += out.nbytes
-        out[...] = self._memory
+        out[...] = self.memory
         return out
 
     def set(self, values: np.ndarray) -> None:
         assert values.shape == self.shape and values.dtype == self.dtype
         crossed()["set"] += values.nbytes
-        self._memory[...] = values
+        self.memory[...] = values
 
 
 CROSSED: defaultdict[int, Counter[str]] = defaultdict(Counter)
@@ -149,13 +149,13 @@ def on_device_only(x: Any) -> Any:
 
 def bare(x: Any) -> Any:
     """The test's own way to look into it."""
-    return x._memory if isinstance(x, FakeArray) else x
+    return x.memory if isinstance(x, FakeArray) else x
 
 
 def wrap(result: Any, *operands: Any) -> FakeArray:
     """On the device; a view of the operand whose memory it is in, if of any."""
     for x in operands:
-        if isinstance(x, FakeArray) and np.may_share_memory(result, x._memory):
+        if isinstance(x, FakeArray) and np.may_share_memory(result, x.memory):
             return FakeArray(result, x if x.base is None else x.base)
     return FakeArray(np.asarray(result))
 
@@ -175,7 +175,7 @@ def reflected(function: Callable[..., Any]) -> Callable[..., FakeArray]:
 
 def in_place(function: Callable[..., Any]) -> Callable[..., FakeArray]:
     def call(self: FakeArray, other: Any) -> FakeArray:
-        function(self._memory, on_device_only(other))
+        function(self.memory, on_device_only(other))
         return self
 
     return call
@@ -232,8 +232,8 @@ class Backend(FakeBackend):
         return FakeArray(np.empty(shape, dtype))
 
     def contiguous(self, x: Any) -> Any:
-        same = np.ascontiguousarray(x._memory)
-        return x if same is x._memory else FakeArray(same)
+        same = np.ascontiguousarray(x.memory)
+        return x if same is x.memory else FakeArray(same)
 
 
 register_backend(FakeArray, Backend())  # type: ignore[arg-type]

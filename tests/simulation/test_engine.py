@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from collectives import simulation
-from collectives.arrays import jit
 from collectives.programs import Kind, Program
 from collectives.simulation import Link, Machine, simulate
+from tests.inside import without_numba
 from tests.simulation.rows import copy, program, programs, receive, send, wait
 
 o, O_BYTE, L, G_MESSAGE, G = 3.0, 0.25, 5.0, 4.0, 0.5  # seconds: easy to add up
@@ -141,7 +141,7 @@ def test_ranks_that_wait_for_each_other_are_refused() -> None:
 
 def test_the_interpreted_loop_gives_the_same_times(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = simulate(programs("swing", 6, 999), machine(RENDEZVOUS)).rank_seconds.tolist()
-    monkeypatch.setattr(jit, "why_unavailable", lambda: "because of this test")
+    without_numba(monkeypatch, "because of this test")
     monkeypatch.delitem(sys.modules, "collectives.simulation.event_loop")
     monkeypatch.delattr(simulation, "event_loop")
     again = simulate(programs("swing", 6, 999), machine(RENDEZVOUS)).rank_seconds.tolist()
