@@ -69,7 +69,9 @@ class Calls:
     is_planning = False  # whether a call returns a plan
 
     def __init__(self, session: Session) -> None:
-        self._session, self._pool = session, session.pool
+        pool = session.pool
+        self._session, self._pool = session, pool
+        self._latest = pool.latest_plans if self.is_planning else pool.latest
         self.rank, self.size = session.transport.rank, session.transport.size
 
     def _readable(self, x: object) -> tuple[Backend, Array]:
@@ -172,20 +174,20 @@ def collective(method: Method) -> Method:
     ) -> Any:
         if timeout is not None:
             timeout = validation.seconds(timeout)
-        request: Any = name, self.is_planning, async_op, out is None, algorithm, preferences()
+        request: Any = name, async_op, out is None, algorithm, preferences()
         if args or named:
             request += *map(_typed, args), *named, *map(_typed, named.values())
-        pool = self._pool
         try:
-            latest = pool.latest.get(request)
+            latest = self._latest.get(request)
         except TypeError:  # an argument is not hashable
             latest = request = None
         if latest is not None:
             result = latest(x, out, timeout)
             if result is not MISFIT:
                 return result
-        key = None if request is None else _key(request, x, out)
-        if key is not None and (repeat := pool.find(key)) is not None and repeat is not latest:
+        key = None if request is None else _key(request, self.is_planning, x, out)
+        repeat = None if key is None else self._pool.find(key)
+        if repeat is not None and repeat is not latest:
             result = repeat(x, out, timeout)
             if result is not MISFIT:
                 return result
@@ -232,11 +234,13 @@ def _typed(argument: Any) -> tuple[Any, ...]:
     return type(argument), argument
 
 
-def _key(request: tuple[Any, ...], x: Any, out: Any) -> Key | None:
+def _key(request: tuple[Any, ...], is_plan: bool, x: Any, out: Any) -> Key | None:
     """Return the key of a call; None if calls on such arrays are not repeated."""
     like = out if x is None else x
     if type(like) is ndarray:
-        return request, like.shape, like.dtype
+        return request, is_plan, like.shape, like.dtype
     if like is None:
-        return (request,)
-    return (request, type(like), like.shape, like.dtype) if is_device_array(like) else None
+        return request, is_plan
+    if is_device_array(like):
+        return request, is_plan, type(like), like.shape, like.dtype
+    return None

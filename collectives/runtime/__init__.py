@@ -7,7 +7,6 @@ from collectives.runtime.checked import Checker, Mode
 from collectives.runtime.compiled_support import runs_by
 from collectives.runtime.description import add_library, fields_with_header, place_of_caller
 from collectives.runtime.header import Header
-from collectives.runtime.kind import MISFIT, one_run
 from collectives.runtime.library_calls import (
     all_gather_integers,
     broadcast_bytes,
@@ -22,6 +21,7 @@ from collectives.runtime.messages import Ends
 from collectives.runtime.performing import Arguments, make_plan, perform_call
 from collectives.runtime.plan import Plan
 from collectives.runtime.prepared import Prepared
+from collectives.runtime.repeat import MISFIT, one_run
 from collectives.runtime.session import Session
 from collectives.runtime.work import Steps, Work
 

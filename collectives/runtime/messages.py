@@ -12,7 +12,6 @@ from collectives.diagnostics import CallLog
 from collectives.engines import Execution, Operands
 from collectives.programs import Message, Program, Step
 from collectives.runtime.compiled_support import can_start_compiled
-from collectives.runtime.kind import one_run
 from collectives.runtime.plan import Plan
 from collectives.runtime.pool import Pool
 from collectives.runtime.prepared import Prepared
@@ -23,6 +22,7 @@ from collectives.runtime.preparing import (
     program_of,
     recorder_of,
 )
+from collectives.runtime.repeat import one_run
 from collectives.schedule import Region
 
 _NO_ALGORITHM = "point_to_point"
@@ -53,7 +53,7 @@ class Messages:
     """The sends and receives of a communicator."""
 
     def __init__(self, origin: Origin) -> None:
-        self._origin, self._pool = origin, Pool(origin)
+        self._origin, self._pool = origin, Pool()
         self.num_messages = 0
         self._log: CallLog | None = None
 

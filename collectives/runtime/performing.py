@@ -16,6 +16,7 @@ from collectives.runtime.kind import Kind
 from collectives.runtime.plan import Plan
 from collectives.runtime.prepared import Prepared
 from collectives.runtime.preparing import Use, prepare_call
+from collectives.runtime.repeat import Repeat
 from collectives.runtime.session import Session
 from collectives.runtime.work import Steps, Work
 
@@ -113,9 +114,9 @@ def make_plan(
     can_repeat = is_compiled and is_kept and session.checker is None and session.pool.is_open
     is_plain = spec.aliasing != "odd" and arguments.unwritten_out is None
     if key is not None and can_repeat and is_plain:
-        if not kind.is_open:
-            kind.open(run, arrays)
-        session.pool.add(key, kind.plan)
+        if kind.like is None:
+            kind.let_code_start(run.reusable)
+        session.pool.add(key, Repeat(session, kind, run, arrays).plan)
     return plan
 
 
@@ -140,7 +141,7 @@ def _kind(
     program = compile_call(spec, session.transport.rank, session.transport.size)
     make = partial(prepare_call, session, spec, program, use)
     if not is_kept:
-        return Kind(session, make, program)
+        return Kind(make, program)
     # Compiled code may be there later.
     key = use, spec, arrays.backend.name, what, session.transport.why_interpreted is None
     return session.pool.kind(key, make, program)
@@ -175,15 +176,19 @@ def _let_repeat(
     arrays, unwritten = arguments.arrays, arguments.unwritten_out
     if isinstance(run.execution, OnDevice):
         run.execution.set_arrays(arrays.source, arrays.target)
-    if not kind.is_open:
+    if session.pool.find(key) is not None:  # this call did not fit, perhaps because `x` was copied
+        return
+    if kind.like is None:
         like = arrays if unwritten is None else arrays._replace(target=unwritten)
-        numbering, comparison = session.numbering, None
+        numbering = session.numbering
         run.let_code_start(numbering.num_calls_made, like, numbering.tags(work.is_blocking))
-        if session.checker is not None:
-            compared = Compared(spec, arrays, run, work.check, {})
-            comparison = session.checker.comparison(compared)
-        kind.open(run, arrays, comparison)
-    session.pool.add(key, kind.call if work.is_blocking else kind.start)
+        kind.let_code_start(run.reusable)
+    comparison = None
+    if session.checker is not None:
+        compared = Compared(spec, arrays, run, work.check, {})
+        comparison = session.checker.comparison(compared)
+    repeat = Repeat(session, kind, run, arrays, comparison)
+    session.pool.add(key, repeat.call if work.is_blocking else repeat.start)
 
 
 def _in_turn(

@@ -67,7 +67,7 @@ class Session:
         self._has_left_messages = False  # of a call that was ended at its time limit
         self.num_children: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self.devices = Devices(transport, device, self._when_device_failed, lambda: self.timeout)
-        self.pool, self.messages = Pool(self), Messages(self)
+        self.pool, self.messages = Pool(), Messages(self)
         self.refresh()
 
     def child(self, transport: Transport, members: Sequence[int], axis: str = "") -> Session:

@@ -357,7 +357,7 @@ def calls_of_a_kind_under_way(comm: Communicator) -> None:
         for k, work in enumerate(works):
             assert on_host(work.wait()).tolist() == [(turn + k) * comm.size] * 6
         for kind in session_of(comm).pool._kinds.values():
-            random.Random(10 * turn + comm.rank).shuffle(kind._idle)
+            random.Random(10 * turn + comm.rank).shuffle(kind.idle)
 
 
 def test_calls_of_one_kind_may_be_under_way_at_once() -> None:

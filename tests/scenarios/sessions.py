@@ -13,10 +13,10 @@ import pytest
 import collectives
 from collectives import Communicator, SentReceived
 from collectives.arrays.backends import HOST, Arrays
-from collectives.engines import Operands
 from collectives.programs import compile_call
 from collectives.runtime import header
 from collectives.runtime.header import Header
+from collectives.runtime.preparing import prepare_call
 from collectives.selection import choose, sends_counts_ahead
 from tests.inside import session_of
 from tests.scenarios.jobs import unchanged
@@ -586,9 +586,11 @@ def header_left_over(comm: Communicator) -> Header:
     spec = session.spec("broadcast", arrays, message.size, algorithm="binomial")
     program = compile_call(spec, comm.rank, comm.size)
     tag = session.numbering.header_tag(session.numbering.num_calls)
-    execution = session.transport.execution(program, Operands.of(arrays), tag)
-    while not execution.advance(0.01):
+    prepared = prepare_call(session, spec, program, "ahead", arrays, tag, 0)
+    prepared.begin(phase="", site="")
+    while not prepared.execution.advance(0.01):
         pass
+    prepared.complete()
     return header.decode(message)
 
 
