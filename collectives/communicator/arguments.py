@@ -31,18 +31,16 @@ from collectives.runtime import (
 )
 from collectives.schedule import even_counts
 
-# Broadcast
-
 
 def broadcast(calls: Calls, x: object, root: object, out: Array | None) -> Arguments | Exchange:
-    """Any rank of a broadcast."""
+    """Return the arguments of any rank of a broadcast."""
     root = validation.rank(root, calls.size, "root")
     prepare = _broadcast_root if calls.rank == root else _broadcast_other
     return prepare(calls, x, out, root)
 
 
 def _broadcast_root(calls: Calls, x: object, out: Array | None, root: int) -> Arguments | Exchange:
-    """The root, which first sends a header unless all ranks pass `out`."""
+    """Return the root's arguments.  It first sends a header unless all ranks pass `out`."""
     backend, source = calls._readable(x)
     if out is not None:
         target = validation.result(out, backend, tuple(source.shape), source.dtype)
@@ -57,7 +55,10 @@ def _broadcast_root(calls: Calls, x: object, out: Array | None, root: int) -> Ar
 
 
 def _broadcast_other(calls: Calls, x: object, out: Array | None, root: int) -> Arguments | Exchange:
-    """Another rank, which fills `out`, or `x` if it fits the header, or a new array."""
+    """Return the arguments of another rank.
+
+    It fills `out`, or `x` if `x` fits the header, or a new array.
+    """
     if out is not None:
         backend, target = validation.writable(out, "out")
         return Arguments(Arrays(backend, None, target), int(target.size), target, True, root)
@@ -78,13 +79,10 @@ def _broadcast_other(calls: Calls, x: object, out: Array | None, root: int) -> A
     return after_header
 
 
-# Scatter
-
-
 def scatter(
     calls: Calls, x: object, root: object, out: Array | None, counts: object
 ) -> Arguments | Exchange:
-    """Any rank of a scatter."""
+    """Return the arguments of any rank of a scatter."""
     root = validation.rank(root, calls.size, "root")
     given = None if counts is None else validation.row_counts(counts, calls.size)
     if calls.rank == root:
@@ -95,7 +93,7 @@ def scatter(
 def _scatter_root(
     calls: Calls, x: object, out: Array | None, counts: tuple[int, ...] | None, root: int
 ) -> Arguments | Exchange:
-    """The root, which first sends a header unless all ranks pass `out`."""
+    """Return the root's arguments.  It first sends a header unless all ranks pass `out`."""
     backend, source = calls._readable(x)
     numbers = _divided_rows(calls, source, counts, "scatter")
     if out is not None and counts is None and len(set(numbers)) > 1:
@@ -121,7 +119,10 @@ def _scatter_root(
 def _scatter_other(
     calls: Calls, out: Array | None, counts: tuple[int, ...] | None, root: int
 ) -> Arguments | Exchange:
-    """Another rank, which gets the number of rows from the header unless it passes `out`."""
+    """Return the arguments of another rank.
+
+    It gets the number of rows from the header unless it passes `out`.
+    """
     if out is not None:
         backend, target = validation.writable(out, "out")
         own = validation.rows(target, "scatter")
@@ -142,24 +143,21 @@ def _scatter_other(
     return after_header
 
 
-# Gather and all-gather
-
-
 def gather(calls: Calls, x: object, root: object, out: Array | None, counts: object) -> Arguments:
-    """Any rank of a gather."""
+    """Return the arguments of any rank of a gather."""
     root = validation.rank(root, calls.size, "root")
     return _gathered(calls, x, out, counts, root, has_result=calls.rank == root)
 
 
 def all_gather(calls: Calls, x: object, out: Array | None, counts: object) -> Arguments:
-    """Any rank of an all-gather."""
+    """Return the arguments of any rank of an all-gather."""
     return _gathered(calls, x, out, counts, 0, has_result=True)
 
 
 def _gathered(
     calls: Calls, x: object, out: Array | None, counts: object, root: int, *, has_result: bool
 ) -> Arguments:
-    """Gather every rank's rows on the ranks that get the result."""
+    """Return the arguments of a call that joins the rows of all ranks."""
     backend, source = calls._readable(x)
     numbers, shape = _joined_rows(calls, source, counts)
     target = validation.result(out, backend, shape, source.dtype) if has_result else None
@@ -167,13 +165,10 @@ def _gathered(
     return Arguments(arrays, elements, target, out is not None, root)
 
 
-# Reductions
-
-
 def reduce(
     calls: Calls, x: object, op: str | Operator, root: object, out: Array | None
 ) -> Arguments:
-    """Any rank of a reduce.  Only the root's `out` is used."""
+    """Return the arguments of any rank of a reduce.  Only the root's `out` is used."""
     root = validation.rank(root, calls.size, "root")
     has_result = calls.rank == root
     out = out if has_result else None
@@ -181,7 +176,7 @@ def reduce(
 
 
 def exscan(calls: Calls, x: object, op: str | Operator, out: Array | None) -> Arguments:
-    """Any rank of an exscan; rank 0 gets no result."""
+    """Return the arguments of any rank of an exscan.  Rank 0 gets no result."""
     return reduction(calls, "exscan", x, op, out, has_result=calls.rank > 0)
 
 
@@ -196,7 +191,10 @@ def reduction(
     has_result: bool = True,
     shards: int | None = None,
 ) -> Arguments:
-    """A reduction of whole vectors.  `has_result`: whether this rank gets the result."""
+    """Return the arguments of a reduction of whole vectors.
+
+    `has_result` says whether this rank gets the result.
+    """
     backend, source = calls._readable(x)
     one = source if shards is None else _one_shard(calls, source, shards)
     target = unwritten_out = None
@@ -217,7 +215,7 @@ def reduce_scatter(
     counts: object,
     shards: int | None,
 ) -> Arguments:
-    """Any rank of a reduce-scatter."""
+    """Return the arguments of any rank of a reduce-scatter."""
     backend, source = calls._readable(x)
     one = source if shards is None else _one_shard(calls, source, shards)
     numbers = _divided_rows(calls, one, counts, "reduce_scatter")
@@ -229,16 +227,16 @@ def reduce_scatter(
 
 
 def _one_shard(calls: Calls, x: Array, shards: int) -> Array:
-    """The first of this rank's logical shards."""
+    """Return the first of this rank's logical shards."""
     own = even_counts(shards, calls.size)[calls.rank]
     if x.ndim == 0 or x.shape[0] != own:
-        found = "is 0-d" if x.ndim == 0 else f"has {x.shape[0]}"
-        raise ValueError(f"rank {calls.rank} has {own} of {shards} shards, x {found}")
+        actual = "is 0-d" if x.ndim == 0 else f"has {x.shape[0]}"
+        raise ValueError(f"rank {calls.rank} has {own} of {shards} shards, x {actual}")
     return x[0]
 
 
 def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: Array) -> Operator:
-    """The operator.  Raises an error if it does not fit the collective or the array."""
+    """Return the operator.  Raise an error if it does not fit the collective or the array."""
     chosen = operator(op, collective)
     chosen.check(x.dtype)
     if not isinstance(chosen.function, str):
@@ -246,19 +244,13 @@ def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: 
     return chosen
 
 
-# Barrier
-
-
 def barrier(calls: Calls) -> Arguments:
-    """Any rank of a barrier."""
+    """Return the arguments of any rank of a barrier."""
     return Arguments(Arrays(HOST, None, None), (0,) * calls.size, None, False)
 
 
-# Rows and headers
-
-
 def _divided_rows(calls: Calls, x: Array, counts: object, collective: str) -> tuple[int, ...]:
-    """The rows of `x` that each rank gets."""
+    """Return the numbers of rows of `x` that the ranks get."""
     num_rows = validation.rows(x, collective)
     if counts is None:
         return even_counts(num_rows, calls.size)
@@ -266,7 +258,7 @@ def _divided_rows(calls: Calls, x: Array, counts: object, collective: str) -> tu
 
 
 def _joined_rows(calls: Calls, x: Array, counts: object) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The rows of each rank, and the shape of the joined array."""
+    """Return the number of rows of each rank, and the shape of the joined array."""
     own = int(x.shape[0]) if x.ndim else 1
     numbers = (own,) * calls.size
     if counts is not None:
@@ -277,7 +269,7 @@ def _joined_rows(calls: Calls, x: Array, counts: object) -> tuple[tuple[int, ...
 
 
 def in_elements(counts: Sequence[int], x: Array) -> tuple[int, ...]:
-    """Counts of elements from counts of rows of arrays like `x`."""
+    """Return counts of elements from counts of rows of arrays like `x`."""
     per_row = num_elements(x.shape[1:])
     return tuple(count * per_row for count in counts)
 
@@ -292,12 +284,12 @@ def _header(
     like: Array | None = None,
     counts: Sequence[int] | None = None,
 ) -> Steps:
-    """Send the root's header to every rank.  `like` and `counts`: what this rank expects."""
+    """Send the root's header to every rank.  This rank expects `like` and `counts`."""
     fields = fields_with_header(collective, like, counts)
     return broadcast_header(calls._session, head, root, num_counts, work, fields)
 
 
 def _new(head: Header, shape: tuple[int, ...]) -> Arrays:
-    """A new array for the data that the header describes."""
+    """Return a new array for the data that the header describes."""
     backend = backend_of_kind(head.kind)
     return Arrays(backend, None, backend.empty(shape, head.dtype))

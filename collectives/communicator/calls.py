@@ -6,6 +6,7 @@ arrays, and of the shape and dtype of the arrays.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
@@ -36,27 +37,40 @@ Key = tuple[Any, ...]
 # These send a header first if there is no `out=`.
 _WITH_HEADER = ("broadcast", "scatter")
 
-_SHARED = """
-All collectives take these options as well:
-
-- `algorithm`: a name from `collectives.algorithms.names(...)`, with its options written as in a
-  call: "bruck(radix=4)".  None: chosen by size.
-- `async_op`: if True, return a `Work` at once; its `wait()` returns the result.
-- `timeout`: seconds.  None: the communicator's `timeout`.
-
-Raises TypeError or ValueError for an invalid argument, before any message is sent;
-`CollectiveTimeout`, which names the ranks that it waits for, after `timeout` seconds (the call then
-continues in `error.work.wait()`); and `CollectiveError` if an earlier call failed half-way and left
-the communicator unusable.
-"""
+_SHARED_PARAMETERS = """\
+algorithm : str, optional
+    A name from `collectives.algorithms.names`, with its options written as in a call:
+    ``"bruck(radix=4)"``.  None: chosen by size.
+async_op : bool
+    Whether to return a `Work` at once, whose `wait()` returns the result.
+timeout : float, optional
+    The time limit in seconds.  None: the communicator's `timeout`."""
+_SHARED_ERRORS = """\
+Raises
+------
+TypeError, ValueError
+    For an invalid argument, before any message is sent.
+CollectiveTimeout
+    After `timeout` seconds.  The message names the ranks that the call waits for; the call
+    continues in ``error.work.wait()``.
+CollectiveError
+    If an earlier call failed half-way and left the communicator unusable."""
+_BEFORE_SECTION = re.compile(r"\n\n(?=\w+\n-+\n)")
 
 
 class SentReceived(NamedTuple):
     """The counts of one rank in an all-to-all, with which ranks exchange no counts.
 
-        counts = collectives.SentReceived(sent=[2, 0, 5], received=[2, 1, 1])    # on rank 0 of 3
+    Attributes
+    ----------
+    sent : sequence of int
+        The rows from here to each rank.
+    received : sequence of int
+        The rows from each rank to here.
 
-    `sent`: the rows from here to each rank.  `received`: the rows from each rank to here.
+    Examples
+    --------
+        counts = collectives.SentReceived(sent=[2, 0, 5], received=[2, 1, 1])    # on rank 0 of 3
     """
 
     sent: Sequence[int]
@@ -157,7 +171,7 @@ def _spec(
 def collective(method: Method) -> Method:
     """Make a collective of a method that checks its arguments.
 
-    The description of the shared options is added to the docstring.
+    The options that all collectives share are added to the sections of its docstring.
     """
     name = method.__name__.removeprefix("_")
 
@@ -198,17 +212,34 @@ def collective(method: Method) -> Method:
         checked = method(self, x, *args, out=out, algorithm=algorithm, **named)
         return self._make(name, checked, algorithm, async_op, timeout, key)
 
-    call.__doc__ = f"{cleandoc(method.__doc__ or '')}\n{_SHARED}"
+    call.__doc__ = _with_shared_sections(cleandoc(method.__doc__ or ""))
     return call  # type: ignore[return-value]
+
+
+def _with_shared_sections(docstring: str) -> str:
+    """Return the docstring of a collective with the parameters and errors that all share.
+
+    Its sections are Parameters, Returns, and perhaps others that come after Raises.
+    """
+    summary, *sections = _BEFORE_SECTION.split(docstring)
+    if not sections:
+        return summary
+    parameters, result, *others = sections
+    parameters = f"{parameters}\n{_SHARED_PARAMETERS}"
+    return "\n\n".join([summary, parameters, result, _SHARED_ERRORS, *others])
 
 
 def _checked_algorithm(
     collective: str, algorithm: str | None, size: int, counts: object, shards: object
 ) -> str | None:
-    """Return the algorithm of a call; None: it is chosen by size.
+    """Return the algorithm of a call; None if it is chosen by size.
 
-    `counts` and `shards`: those of the call, which can restrict its algorithm.  Raises TypeError or
-    ValueError if the algorithm cannot serve.
+    `counts` and `shards` of the call can restrict its algorithm.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the algorithm cannot serve.
     """
     if algorithm is None:
         algorithm = preferred(collective)

@@ -51,18 +51,28 @@ class Collectives(Calls):
     ) -> Any:
         """Send the root's array to every rank.
 
-            x = comm.broadcast(x if comm.rank == 0 else None)
-
-        - `x`: on the root the array to send, of any shape and dtype.  On another rank either an
-          array of the same shape and dtype, which is filled, or None, and then a new array is made.
-        - `root`: the rank that sends.
-        - `out`: an array to be filled instead of `x`, on every rank or on none.
-
-        Returns, on every rank, the array that holds the root's values: `out`, `x`, or a new one.
-
         Without `out`, a header of 256 bytes with the shape and dtype is sent first.  An `x` that
         does not match it raises ValueError on its rank.  With `out` on every rank no header is
         sent.
+
+        Parameters
+        ----------
+        x : array, optional
+            On the root the array to send, of any shape and dtype.  On another rank either an array
+            of the same shape and dtype, which is filled, or None, and then a new array is made.
+        root : int
+            The rank that sends.
+        out : array, optional
+            An array to be filled instead of `x`, on every rank or on none.
+
+        Returns
+        -------
+        array or Work
+            On every rank the array that holds the root's values: `out`, `x`, or a new one.
+
+        Examples
+        --------
+            x = comm.broadcast(x if comm.rank == 0 else None)
         """
         return arguments.broadcast(self, x, root, out)
 
@@ -93,18 +103,29 @@ class Collectives(Calls):
     ) -> Any:
         """Divide the rows of the root's array among the ranks.
 
-            mine = comm.scatter(x if comm.rank == 0 else None, counts=[10, 20, 30])
-
-        - `x`: on the root an array of shape (rows, ...); it is ignored on other ranks.
-        - `root`: the rank that sends.
-        - `out`: the array for this rank's rows, on every rank or on none.
-        - `counts`: `counts[r]` rows go to rank r, in the order of the ranks.  None: as evenly as
-          possible, larger parts first.
-
-        Returns this rank's rows, an array of shape (counts[rank], ...).
-
         Without `out`, a header with shape, dtype and counts is sent first.  With `out` on every
         rank no header is sent; then the parts must be equal, or every rank must pass `counts`.
+
+        Parameters
+        ----------
+        x : array, optional
+            On the root an array of shape (rows, ...); it is ignored on other ranks.
+        root : int
+            The rank that sends.
+        out : array, optional
+            The array for this rank's rows, on every rank or on none.
+        counts : sequence of int, optional
+            ``counts[r]`` rows go to rank r, in the order of the ranks.  None: as evenly as
+            possible, larger parts first.
+
+        Returns
+        -------
+        array or Work
+            This rank's rows, an array of shape (counts[rank], ...).
+
+        Examples
+        --------
+            mine = comm.scatter(x if comm.rank == 0 else None, counts=[10, 20, 30])
         """
         return arguments.scatter(self, x, root, out, counts)
 
@@ -130,16 +151,27 @@ class Collectives(Calls):
     ) -> Any:
         """Join the rows of all ranks, in the order of the ranks, on the root.
 
+        Parameters
+        ----------
+        x : array
+            This rank's rows, of shape (rows, ...); the other dimensions and the dtype are the same
+            on all ranks.  0-d arrays become the entries of a vector.
+        root : int
+            The rank that receives.
+        out : array, optional
+            The array for the result; it matters on the root only.
+        counts : sequence of int, optional
+            Rank r has ``counts[r]`` rows; the same list on every rank.  None: all ranks have
+            equally many.
+
+        Returns
+        -------
+        array, None or Work
+            All rows on the root; None on the other ranks.
+
+        Examples
+        --------
             rows = comm.gather(x, root=0)              # None on the other ranks
-
-        - `x`: this rank's rows, an array of shape (rows, ...); the other dimensions and the dtype
-          are the same on all ranks.  0-d arrays become the entries of a vector.
-        - `root`: the rank that receives.
-        - `out`: the array for the result; it matters on the root only.
-        - `counts`: rank r has `counts[r]` rows; the same list on every rank.  None: all ranks have
-          equally many.
-
-        Returns all rows on the root, None on the other ranks.
         """
         return arguments.gather(self, x, root, out, counts)
 
@@ -165,15 +197,26 @@ class Collectives(Calls):
     ) -> Any:
         """Combine the arrays of all ranks element by element, on the root.
 
+        Parameters
+        ----------
+        x : array
+            An array of any shape, of the same shape and dtype on all ranks.
+        op : str or Operator
+            sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
+            ranks.
+        root : int
+            The rank that receives.
+        out : array, optional
+            The array for the result; it matters on the root only.
+
+        Returns
+        -------
+        array, None or Work
+            The combination on the root; None on the other ranks.
+
+        Examples
+        --------
             total = comm.reduce(x, "max", root=0)      # None on the other ranks
-
-        - `x`: an array of any shape, of the same shape and dtype on all ranks.
-        - `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
-          ranks.
-        - `root`: the rank that receives.
-        - `out`: the array for the result; it matters on the root only.
-
-        Returns the combination on the root, None on the other ranks.
         """
         return arguments.reduce(self, x, op, root, out)
 
@@ -201,32 +244,47 @@ class Collectives(Calls):
     ) -> Any:
         """Combine the arrays of all ranks element by element, on every rank.
 
+        Parameters
+        ----------
+        x : array
+            An array of any shape, of the same shape and dtype on all ranks.
+        op : str or Operator
+            sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
+            ranks.
+        out : array, optional
+            The array for the result; it may be `x`.
+        shards : int, optional
+            The number of logical shards of all ranks together, for a result whose bits do not
+            depend on the number of ranks.  `x` then has the shape (own, ...): the shards of this
+            rank, one after the other.  The ranks have consecutive shards, as
+            ``collectives.even_counts(shards, size)`` divides them, and at least one each.  None:
+            each rank has one array.
+
+        Returns
+        -------
+        array or Work
+            The combination, of the shape and dtype of `x` (of one shard): the same values on every
+            rank, to the last bit unless the algorithm's `is_bitwise` is False.
+
+        Notes
+        -----
+        Floating-point sums depend on the order of their operands.  Algorithms with `is_invariant`
+        combine along one tree, which is fixed by the number of contributions alone: its left side
+        has the greatest power of two below that number.  The contributions are the arrays of the
+        ranks, or the shards.  So a sum of 8 shards has the same bits on 1 to 8 ranks.  With
+        `shards` the algorithm is `invariant` (the default) or `invariant_one_shot`, and `avg`
+        divides by the number of shards.
+
+        Examples
+        --------
             total = comm.all_reduce(x)
             comm.all_reduce(x, "max", out=x)                              # in place
             work = comm.all_reduce(x, algorithm="ring", async_op=True)    # then work.wait()
 
-        - `x`: an array of any shape, of the same shape and dtype on all ranks.
-        - `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
-          ranks.
-        - `out`: the array for the result; it may be `x`.
-        - `shards`: None, or the number of logical shards of all ranks together, for a result whose
-          bits do not depend on the number of ranks.  `x` then has the shape (own, ...): the shards
-          of this rank, one after the other.  The ranks have consecutive shards, as
-          `collectives.even_counts(shards, size)` divides them, and at least one each.
+        The sum of 8 shards, of which this rank has some:
 
-        Returns the combination, of the shape and dtype of `x` (of one shard): the same values on
-        every rank, to the last bit unless the algorithm's `is_bitwise` is False.
-
-        Floating-point sums depend on the order of their operands.  Algorithms with `is_invariant`
-        combine along one tree, which is fixed by the number of contributions alone: its left side
-        has the greatest power of two below that number.  The contributions are the arrays of the
-        ranks, or the shards.  So a sum of 8 shards has the same bits on 1 to 8 ranks:
-
-            gradients = np.stack([gradient(part) for part in parts])    # this rank's parts of 8
+            gradients = np.stack([gradient(part) for part in parts])
             total = comm.all_reduce(gradients, shards=8)
-
-        The algorithm is then `invariant` (the default) or `invariant_one_shot`; `avg` divides by
-        the number of shards.
         """
         return arguments.reduction(self, "all_reduce", x, op, out, shards=shards)
 
@@ -265,18 +323,30 @@ class Collectives(Calls):
     ) -> Any:
         """Combine the arrays of all ranks element by element, and divide the rows of the result.
 
+        Parameters
+        ----------
+        x : array
+            An array of shape (rows, ...), of the same shape and dtype on all ranks.
+        op : str or Operator
+            sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
+            ranks.
+        out : array, optional
+            The array for this rank's rows.
+        counts : sequence of int, optional
+            ``counts[r]`` rows go to rank r; the same list on every rank.  None: as evenly as
+            possible, larger parts first.
+        shards : int, optional
+            The number of logical shards of all ranks together, as in `all_reduce`; `x` then has the
+            shape (own, rows, ...).
+
+        Returns
+        -------
+        array or Work
+            This rank's rows of the combination, an array of shape (counts[rank], ...).
+
+        Examples
+        --------
             mine = comm.reduce_scatter(x, "sum", counts=[10, 20, 30])
-
-        - `x`: an array of shape (rows, ...), of the same shape and dtype on all ranks.
-        - `op`: sum, prod, min, max, avg, and, or, xor, or a `collectives.Operator`; the same on all
-          ranks.
-        - `out`: the array for this rank's rows.
-        - `counts`: `counts[r]` rows go to rank r; the same list on every rank.  None: as evenly as
-          possible, larger parts first.
-        - `shards`: None, or the number of logical shards of all ranks together, as in `all_reduce`;
-          `x` then has the shape (own, rows, ...).
-
-        Returns this rank's rows of the combination, an array of shape (counts[rank], ...).
         """
         return arguments.reduce_scatter(self, x, op, out, counts, shards)
 
@@ -297,15 +367,25 @@ class Collectives(Calls):
     ) -> Any:
         """Join the rows of all ranks, in the order of the ranks, on every rank.
 
+        Parameters
+        ----------
+        x : array
+            This rank's rows, of shape (rows, ...); the other dimensions and the dtype are the same
+            on all ranks.  0-d arrays become the entries of a vector.
+        out : array, optional
+            The array for the result; `x` may be this rank's place in it.
+        counts : sequence of int, optional
+            Rank r has ``counts[r]`` rows; the same list on every rank.  None: all ranks have
+            equally many.
+
+        Returns
+        -------
+        array or Work
+            All rows, an array of shape (sum of counts, ...).
+
+        Examples
+        --------
             rows = comm.all_gather(x, counts=[10, 20, 30])
-
-        - `x`: this rank's rows, an array of shape (rows, ...); the other dimensions and the dtype
-          are the same on all ranks.  0-d arrays become the entries of a vector.
-        - `out`: the array for the result; `x` may be this rank's place in it.
-        - `counts`: rank r has `counts[r]` rows; the same list on every rank.  None: all ranks have
-          equally many.
-
-        Returns all rows, an array of shape (sum of counts, ...).
         """
         return arguments.all_gather(self, x, out, counts)
 
@@ -326,26 +406,39 @@ class Collectives(Calls):
     ) -> Any:
         """Send rows from every rank to every rank.
 
-            y = comm.all_to_all(x, counts=[2, 0, 5])    # 2 rows to rank 0, 5 to rank 2
+        Parameters
+        ----------
+        x : array
+            An array of shape (rows, ...): first the rows for rank 0, then those for rank 1, and so
+            on.
+        out : array, optional
+            The array for the result.
+        counts : optional
+            One of four.  None: all ranks bring equally many rows and divide them as evenly as
+            possible.  p integers: the rows from here to each rank; the ranks then exchange their
+            counts first, and an `out` of a wrong number of rows is refused only after that.  A p x
+            p table, the same on every rank: ``counts[s][d]`` rows from rank s to rank d; nothing is
+            exchanged.  `collectives.SentReceived`: the counts of this rank only; nothing is
+            exchanged either, except in checked mode, which compares them.  The default algorithm is
+            then linear.
 
-        - `x`: an array of shape (rows, ...): first the rows for rank 0, then those for rank 1, and
-          so on.
-        - `out`: the array for the result.
-        - `counts`: one of four.  None: all ranks bring equally many rows and divide them as evenly
-          as possible.  p integers: the rows from here to each rank; the ranks then exchange their
-          counts first, and an `out` of a wrong number of rows is refused only after that.  A p x p
-          table, the same on every rank: `counts[s][d]` rows from rank s to rank d; nothing is
-          exchanged.  `collectives.SentReceived`: the counts of this rank only; nothing is exchanged
-          either, except in checked mode, which compares them.  The default is then linear.
+        Returns
+        -------
+        array or Work
+            The rows that were sent to this rank, in the order of the ranks that they come from.
 
+        Notes
+        -----
         A rank needs to know only the counts of blocks that it sends or receives.  By linear,
         linear_sync, pairwise or one_factor these are its own.  By bruck, torus and the others,
         blocks of other ranks pass through it.  If such an algorithm is named, and a rank gives only
-        its own counts, the count of every block is first sent the way that the block will take:
-        8 bytes for each block (or piece of a block), in as many messages as the call itself has,
+        its own counts, the count of every block is first sent the way that the block will take: 8
+        bytes for each block (or piece of a block), in as many messages as the call itself has,
         under "counts" in the ledger (Fan, Domke, Ba and Kumar 2024, arXiv 2411.02581).
 
-        Returns the rows that were sent to this rank, in the order of the ranks that they come from.
+        Examples
+        --------
+            y = comm.all_to_all(x, counts=[2, 0, 5])    # 2 rows to rank 0, 5 to rank 2
         """
         return exchange.all_to_all(self, x, out, counts, algorithm)
 
@@ -366,14 +459,23 @@ class Collectives(Calls):
     ) -> Any:
         """Combine, on each rank, the arrays of all ranks up to and including this one.
 
+        Parameters
+        ----------
+        x : array
+            An array of any shape, of the same shape and dtype on all ranks.
+        op : str or Operator
+            sum, prod, min, max, and, or, xor, or a `collectives.Operator`; not avg.
+        out : array, optional
+            The array for the result; it may be `x`.
+
+        Returns
+        -------
+        array or Work
+            The combination of the arrays of ranks 0 to `rank`, always in the order of the ranks.
+
+        Examples
+        --------
             so_far = comm.scan(x, "sum")
-
-        - `x`: an array of any shape, of the same shape and dtype on all ranks.
-        - `op`: sum, prod, min, max, and, or, xor, or a `collectives.Operator`; not avg.
-        - `out`: the array for the result; it may be `x`.
-
-        Returns the combination of the arrays of ranks 0 to `rank`, always in the order of the
-        ranks.
         """
         return arguments.reduction(self, "scan", x, op, out)
 
@@ -394,14 +496,24 @@ class Collectives(Calls):
     ) -> Any:
         """Combine, on each rank, the arrays of all ranks before this one.
 
+        Parameters
+        ----------
+        x : array
+            An array of any shape, of the same shape and dtype on all ranks.
+        op : str or Operator
+            sum, prod, min, max, and, or, xor, or a `collectives.Operator`; not avg.
+        out : array, optional
+            The array for the result; it may be `x`.  On rank 0 it is checked and not written.
+
+        Returns
+        -------
+        array, None or Work
+            The combination of the arrays of ranks 0 to `rank` - 1, in the order of the ranks; None
+            on rank 0.
+
+        Examples
+        --------
             before = comm.exscan(x, "sum")             # None on rank 0
-
-        - `x`: an array of any shape, of the same shape and dtype on all ranks.
-        - `op`: sum, prod, min, max, and, or, xor, or a `collectives.Operator`; not avg.
-        - `out`: the array for the result; it may be `x`.  On rank 0 it is checked and not written.
-
-        Returns the combination of the arrays of ranks 0 to `rank` - 1, in the order of the ranks;
-        None on rank 0.
         """
         return arguments.exscan(self, x, op, out)
 
@@ -414,18 +526,33 @@ class Collectives(Calls):
     ) -> Any:
         """Return when every rank has called it.
 
+        Parameters
+        ----------
+        algorithm : str, optional
+            "dissemination" or "tree".  None: the first.
+        async_op : bool
+            Whether to return a `Work` at once, for whose `wait()` the caller waits later.
+        timeout : float, optional
+            The time limit in seconds.  None: the communicator's `timeout`.
+
+        Returns
+        -------
+        None or Work
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an invalid argument, before any message is sent.
+        CollectiveTimeout
+            After `timeout` seconds.  The message names the ranks that the call waits for.
+
+        Examples
+        --------
             comm.barrier(timeout=60)
-
-        - `algorithm`: "dissemination" or "tree"; None: the first.
-        - `async_op`: if True, return a `Work` at once; `wait()` for it.
-        - `timeout`: seconds.  None: the communicator's `timeout`.
-
-        Returns None.  Raises `CollectiveTimeout`, which says who is waited for, after `timeout`
-        seconds.
         """
         return self._barrier(algorithm=algorithm, async_op=async_op, timeout=timeout)
 
     @collective
     def _barrier(self, x: None = None, *, out: None = None, **_: Any) -> Any:
-        """A barrier, with the arguments that all collectives have."""
+        """Make a barrier, with the arguments that all collectives have."""
         return arguments.barrier(self)

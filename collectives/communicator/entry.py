@@ -36,18 +36,27 @@ def world(
 ) -> Communicator:
     """Return the communicator of all ranks of the job.
 
-        comm = collectives.world()
-
     Under mpirun it is over a duplicate of COMM_WORLD; in a program started alone it has one rank.
-    The first call is collective: all ranks make it.  Later calls with the same `progress`, `check`
-    and `device` return the same communicator.
+    The first call is collective: all ranks make it.  Later calls with the same arguments return the
+    same communicator.
 
-    - `progress`: None or "thread", see `wrap`.
-    - `check`: None, False, True or "finite", see `wrap`.
-    - `device`: "auto", "peer", "direct" or "staged", see `wrap`.
+    Parameters
+    ----------
+    progress, check, device : optional
+        As in `wrap`.
 
-    Raises ImportError, which says what to install, if mpi4py finds no MPI library, ValueError for
-    another `progress`, `check` or `device`, and CollectiveError as `wrap` does.
+    Raises
+    ------
+    ImportError
+        If mpi4py finds no MPI library.  The message says what to install.
+    ValueError
+        For another `progress`, `check` or `device`.
+    CollectiveError
+        As in `wrap`.
+
+    Examples
+    --------
+        comm = collectives.world()
     """
     mode, way = mode_of(check), device_mode_of(device)
     made = _world(progress, mode, way)
@@ -81,33 +90,54 @@ def wrap(
 ) -> Communicator:
     """Make a communicator over a duplicate of an mpi4py communicator.  All its ranks call it.
 
-        comm = collectives.wrap(MPI.COMM_WORLD, timeout=60, check=True)
-
     Because of the duplicate, its messages cannot be mistaken for messages of `comm`.
 
-    - `comm`: an intracommunicator of mpi4py.
-    - `timeout`: seconds; the limit of this call, and of calls that are given none.  None: no limit.
-    - `progress`: with "thread", calls started with `async_op=True` or by `Plan.start` continue in
-      a thread while the program computes.  With None they continue only in `test` and `wait`.
-    - `check`: with True, the ranks compare every collective before they make it.  If the calls
-      differ, every rank raises `CollectiveMismatch`, which says how, and nothing of the call is
-      sent.  With "finite", every rank also raises `NotFinite` if the input of a rank or the result
-      of a reduction has a NaN or an infinity.  With False nothing is checked.  With None the
-      environment variable COLLECTIVES_CHECK decides: 0, 1 or finite; the default is 0.  All ranks
-      must pass the same.  Communicators made from this one are checked in the same way.
-    - `topology`: the hosts of the ranks, the same on all ranks.  None: ranks that can share memory
-      according to MPI are on the same host.
-    - `device`: how arrays on GPUs are sent, the same on all ranks.  With "auto", ranks of a host
-      read each other's GPU memory where that works, which the first such call finds out; all other
-      messages are staged in host memory.  With "peer" a rank refuses a call on GPUs that would be
-      staged, with a CollectiveError that says why.  With "direct", MPI sends those other messages
-      from GPU memory, and receives them into it.  A job of two ranks on each host first finds out
-      whether it can, which takes some seconds once in a process.  With "staged" all are staged.
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        An intracommunicator of mpi4py.
+    timeout : float, optional
+        The time limit in seconds of this call, and of calls that are given none.  None: no limit.
+    progress : {None, "thread"}
+        With "thread", calls started with `async_op=True` or by `Plan.start` continue in a thread
+        while the program computes.  With None they continue only in `test` and `wait`.
+    check : {None, False, True, "finite"}
+        With True, the ranks compare every collective before they make it.  If the calls differ,
+        every rank raises `CollectiveMismatch`, which says how, and nothing of the call is sent.
+        With "finite", every rank also raises `NotFinite` if the input of a rank or the result of a
+        reduction has a NaN or an infinity.  With False nothing is checked.  With None the
+        environment variable COLLECTIVES_CHECK decides: 0, 1 or finite; the default is 0.  All ranks
+        must pass the same.  Communicators made from this one are checked in the same way.
+    topology : Topology, optional
+        The hosts of the ranks, the same on all ranks.  None: ranks that can share memory according
+        to MPI are on the same host.
+    device : {"auto", "peer", "direct", "staged"}
+        How arrays on GPUs are sent, the same on all ranks.  With "auto", ranks of a host read each
+        other's GPU memory where that works, which the first such call finds out; all other messages
+        are staged in host memory.  With "peer" a rank refuses a call on GPUs that would be staged,
+        with a CollectiveError that says why.  With "direct", MPI sends the messages that "auto"
+        stages from GPU memory, and receives them into it.  A job of two ranks on each host first
+        finds out whether it can, which takes some seconds once in a process.  With "staged" all
+        messages are staged.
 
-    Returns a `Communicator`.  Raises TypeError or ValueError for an invalid argument, RuntimeError
-    if `progress="thread"` and MPI was started without MPI_THREAD_MULTIPLE, `CollectiveTimeout` if
-    not all ranks call it in time, and CollectiveError on all ranks if with `device="direct"` the
-    job on some host fails.
+    Returns
+    -------
+    Communicator
+
+    Raises
+    ------
+    TypeError, ValueError
+        For an invalid argument.
+    RuntimeError
+        If `progress` is "thread" and MPI was started without MPI_THREAD_MULTIPLE.
+    CollectiveTimeout
+        If not all ranks call it in time.
+    CollectiveError
+        On all ranks, if with `device="direct"` the job on some host fails.
+
+    Examples
+    --------
+        comm = collectives.wrap(MPI.COMM_WORLD, timeout=60, check=True)
     """
     from mpi4py import MPI  # noqa: PLC0415
 
@@ -139,7 +169,7 @@ def adopt(
     topology: Topology | None = None,
     device: DeviceMode = "auto",
 ) -> Communicator:
-    """A communicator over a duplicate that `comm.Idup` makes for the library."""
+    """Return a communicator over a duplicate that `comm.Idup` makes for the library."""
     from collectives.engines.mpi import duplicated, hosts_of  # noqa: PLC0415
 
     transport = duplicated(comm, *duplicate, timeout)
@@ -158,7 +188,8 @@ def adopt(
 def follow(action: Callable[[Communicator], None]) -> None:
     """Call `action` with each communicator of MPI ranks that is made from now on.
 
-    Not with those that are made from another one of this library, which are recorded with it.
+    It is not called with communicators that are made from another one of this library, which are
+    recorded with it.
     """
     _followers.append(action)
 
@@ -166,7 +197,10 @@ def follow(action: Callable[[Communicator], None]) -> None:
 def adopt_child(
     comm: MPI.Intracomm, duplicate: tuple[MPI.Intracomm, MPI.Request], parent: Communicator
 ) -> Communicator:
-    """The same for some ranks of `parent`, wherever that is recorded, with its settings."""
+    """Return a communicator of some ranks of `parent` over a duplicate that `comm.Idup` makes.
+
+    It has the settings of `parent`, and is recorded wherever `parent` is.
+    """
     from collectives.engines.mpi import duplicated  # noqa: PLC0415
 
     family = parent._session
@@ -196,18 +230,41 @@ def run(
 ) -> list[Result]:
     """Call a function on several threads, which are the ranks of a communicator without MPI.
 
-        collectives.run(lambda comm: comm.all_reduce(np.ones(3)), size=4)
+    Parameters
+    ----------
+    fn : function
+        Called as ``fn(comm)`` on every thread.
+    size : int
+        The number of ranks, at least 1.
+    timeout : float, optional
+        The time limit in seconds for all of it.  None: no limit.
+    check : {None, False, True, "finite"}
+        As in `wrap`.
+    topology : Topology, optional
+        The hosts on which the ranks are supposed to be.  None: all are on one host.
+    device : {"auto", "peer", "staged"}
+        As in `wrap`.  "direct" needs MPI.
 
-    - `fn`: called as `fn(comm)` on every thread.
-    - `size`: the number of ranks, at least 1.
-    - `timeout`: seconds for all of it; None: no limit.
-    - `check`: None, False, True or "finite", see `wrap`.
-    - `topology`: the hosts on which the ranks are supposed to be; None: all are on one host.
-    - `device`: "auto", "peer" or "staged", see `wrap`.  "direct" needs MPI.
+    Returns
+    -------
+    list
+        The result of each rank, in the order of the ranks.
 
-    Returns a list of each rank's result, in the order of the ranks.  Raises the error of the rank
-    that failed first, `CollectiveMismatch` as soon as the ranks are deadlocked (unless `fn` lets
-    other threads wait for messages), and `CollectiveTimeout` after `timeout` seconds.
+    Raises
+    ------
+    Exception
+        The error of the rank that failed first.
+    CollectiveMismatch
+        As soon as the ranks are deadlocked, unless `fn` lets other threads wait for messages.
+    CollectiveTimeout
+        After `timeout` seconds.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import collectives
+    >>> collectives.run(lambda comm: comm.all_reduce(np.ones(3)), size=2)
+    [array([2., 2., 2.]), array([2., 2., 2.])]
     """
     mode, limit, num_ranks = mode_of(check), validation.seconds(timeout), _num_ranks(size)
     way = device_mode_of(device)
@@ -231,7 +288,13 @@ def _num_ranks(size: object) -> int:
 
 
 def device_mode_of(device: object) -> DeviceMode:
-    """The way of arrays on GPUs.  Raises ValueError for an unknown one."""
+    """Return the way of arrays on GPUs.
+
+    Raises
+    ------
+    ValueError
+        For an unknown one.
+    """
     for mode in DEVICE_MODES:
         if device == mode:
             return mode
@@ -245,7 +308,13 @@ _SPELLED: dict[str, Check] = {"": False, "0": False, "1": True, "finite": "finit
 
 
 def mode_of(check: Check) -> Mode | None:
-    """The mode for `check`.  Raises ValueError for an unknown value, also of the variable."""
+    """Return the mode for `check`.
+
+    Raises
+    ------
+    ValueError
+        For an unknown value, also of the environment variable.
+    """
     if check is None:
         spelled = os.environ.get(_VARIABLE, "")
         if spelled not in _SPELLED:

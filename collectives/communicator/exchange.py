@@ -31,7 +31,10 @@ CountTable = tuple[tuple[int, ...], ...]  # rows from every rank to every rank
 def all_to_all(
     calls: Calls, x: object, out: Array | None, counts: object, algorithm: str | None
 ) -> Arguments | Exchange:
-    """Any rank of an all-to-all; with only the counts of what it sends, ranks exchange them."""
+    """Return the arguments of any rank of an all-to-all.
+
+    If ranks pass only the counts of what they send, they exchange them first.
+    """
     backend, source = calls._readable(x)
     if out is not None:  # the number of rows may not be known yet
         num_rows = validation.rows(validation.writable(out, "out")[1], "all_to_all")
@@ -49,7 +52,7 @@ def all_to_all(
 
 
 def _count_table(calls: Calls, x: Array, counts: object) -> CountTable | None:
-    """The rows from every rank to every rank; None if only this rank's counts are given."""
+    """Return the rows from every rank to every rank; None if only this rank's counts are given."""
     num_rows = validation.rows(x, "all_to_all")
     if counts is None:
         return (even_counts(num_rows, calls.size),) * calls.size
@@ -63,7 +66,7 @@ def _count_table(calls: Calls, x: Array, counts: object) -> CountTable | None:
 def _exchanged(
     calls: Calls, backend: Backend, source: Array, out: Array | None, table: CountTable
 ) -> Arguments:
-    """An all-to-all with a full table of counts."""
+    """Return the arguments of an all-to-all with a full table of counts."""
     num_rows = sum(row[calls.rank] for row in table)
     elements = tuple(in_elements(row, source) for row in table)
     return _of_rows(backend, source, out, num_rows, elements)
@@ -72,7 +75,7 @@ def _exchanged(
 def _of_rows(
     backend: Backend, source: Array, out: Array | None, num_rows: int, counts: Counts
 ) -> Arguments:
-    """An all-to-all by which this rank gets `num_rows`."""
+    """Return the arguments of an all-to-all by which this rank gets `num_rows`."""
     target = validation.result(out, backend, (num_rows, *source.shape[1:]), source.dtype)
     return Arguments(Arrays(backend, source, target), counts, target, out is not None)
 
@@ -104,7 +107,7 @@ def _after_counts_ahead(
 ) -> Generator[Prepared, None, Arguments]:
     """Send the counts the way of their blocks, then prepare the all-to-all.
 
-    `expected`: the rows that this rank expects from each rank, if it knows them.
+    `expected` are the rows that this rank expects from each rank, if it knows them.
     """
     fields = {"collective": "all_to_all"}
     received, passing = yield from send_counts_ahead(calls._session, own, algorithm, work, fields)
@@ -124,7 +127,7 @@ def _compare(rank: int, received: Sequence[int], expected: Sequence[int]) -> Non
 
 
 def _difference(sender: int, sent: int, receiver: int, expected: int) -> str:
-    """The sentence about counts that differ."""
+    """Return the sentence about counts that differ."""
     rows = f"rank {sender} sends {sent} rows to rank {receiver}"
     return f"all_to_all: {rows}, which expects {expected}"
 
@@ -137,9 +140,10 @@ def _with_own_counts(
     counts: SentReceived,
     ahead: str | None,
 ) -> Arguments | Exchange:
-    """An all-to-all of which this rank knows its own row and column of the table of counts.
+    """Return the arguments of an all-to-all of which this rank knows its own counts.
 
-    `ahead`: the algorithm, if the counts of blocks that pass through ranks must be sent ahead.
+    They are its row and its column of the table of counts.  `ahead` is the algorithm, if the counts
+    of blocks that pass through ranks must be sent ahead.
     """
     size, rank, num_rows = calls.size, calls.rank, validation.rows(source, "all_to_all")
     sent = validation.total_counts(counts.sent, size, num_rows, "counts.sent")
@@ -169,7 +173,7 @@ def _after_comparison(
     own: Sequence[int],
     work: Work[Any],
 ) -> Generator[Prepared, None, Arguments]:
-    """In checked mode: exchange the counts, and refuse the call on all ranks if they differ."""
+    """Exchange the counts in checked mode, and refuse the call on all ranks if they differ."""
     fields = {"collective": "all_to_all", "counts": "sent and received"}
     exchanged = yield from gather_table(session, own, "counts", work, fields=fields)
     sent, received = np.hsplit(exchanged, 2)

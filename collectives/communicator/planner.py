@@ -16,7 +16,7 @@ Parameters = ParamSpec("Parameters")
 def _planned(
     method: Callable[Concatenate[Any, Parameters], object],
 ) -> Callable[Concatenate[Planner, Parameters], Plan]:
-    """The same method with another return type: a plan."""
+    """Return the method with another return type: a plan."""
     return cast("Callable[Concatenate[Planner, Parameters], Plan]", method)
 
 

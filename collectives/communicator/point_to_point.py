@@ -13,10 +13,7 @@ A = TypeVar("A")  # an array; the result has the same kind
 
 
 class PointToPoint(Calls):
-    """The point-to-point calls of a communicator.
-
-    An invalid argument raises TypeError or ValueError before anything is sent.
-    """
+    """The point-to-point calls of a communicator."""
 
     @overload
     def send(self, x: Array, peer: int, tag: int = ..., **how: Unpack[Waits]) -> None: ...
@@ -33,18 +30,35 @@ class PointToPoint(Calls):
     ) -> Any:
         """Send an array to another rank, which must receive it.
 
+        Parameters
+        ----------
+        x : array
+            The array to send.
+        peer : int
+            The rank that receives it; this one only with `async_op`.
+        tag : int
+            A number of at least 0; the receiver passes the same.  Messages between two ranks with
+            the same tag arrive in order.
+        async_op : bool
+            Whether to return a `Work` at once; `x` must not change before its `wait()`.
+        timeout : float, optional
+            The time limit in seconds.  None: the communicator's `timeout`.
+
+        Returns
+        -------
+        None or Work
+            None when `x` may be changed again; on a GPU, in the order of the current stream.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an invalid argument, before anything is sent.
+        CollectiveTimeout
+            After `timeout` seconds.  The message names the rank that the call waits for.
+
+        Examples
+        --------
             comm.send(x, 1) if comm.rank == 0 else comm.recv(x, 0)
-
-        - `x`: the array to send.
-        - `peer`: the rank that receives it; this one only with `async_op`.
-        - `tag`: a number of at least 0; the receiver passes the same.  Messages between two ranks
-          with the same tag arrive in order.
-        - `async_op`: if True, return a `Work` at once; `x` must not change before its `wait()`.
-        - `timeout`: seconds.  None: the communicator's `timeout`.
-
-        Returns None when `x` may be changed again; on a GPU, in the order of the current stream.
-        Raises `CollectiveTimeout`, which names the rank that it waits for, after `timeout` seconds,
-        and TypeError or ValueError, before anything is sent, for an invalid argument.
         """
         self._refuse_options_of_calls(async_op, timeout)
         arrays = Arrays(*self._readable(x), None)
@@ -66,20 +80,38 @@ class PointToPoint(Calls):
     ) -> Any:
         """Fill an array with a message of another rank.
 
+        Parameters
+        ----------
+        x : array
+            A C-contiguous array of the size of the message.
+        peer : int
+            The rank that sends it; this one only with `async_op`.
+        tag : int
+            The tag that the sender passes.
+        async_op : bool
+            Whether to return a `Work` at once; `x` is filled after its `wait()`.
+        timeout : float, optional
+            The time limit in seconds.  None: the communicator's `timeout`.
+
+        Returns
+        -------
+        array or Work
+            `x`; on a GPU it is filled in the order of the current stream.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an invalid argument, before anything is posted.
+        CollectiveMismatch
+            If the message has another length.
+        CollectiveTimeout
+            After `timeout` seconds.  The message names the rank that the call waits for.
+
+        Examples
+        --------
             work = comm.recv(x, 0, async_op=True)
             ...
             x = work.wait()
-
-        - `x`: a C-contiguous array of the size of the message.
-        - `peer`: the rank that sends it; this one only with `async_op`.
-        - `tag`: the tag that the sender passes.
-        - `async_op`: if True, return a `Work` at once; `x` is filled after its `wait()`.
-        - `timeout`: seconds.  None: the communicator's `timeout`.
-
-        Returns `x`; on a GPU it is filled in the order of the current stream.  Raises
-        `CollectiveMismatch` if the message has another length, `CollectiveTimeout`, which names the
-        rank that it waits for, after `timeout` seconds, and TypeError or ValueError, before
-        anything is posted, for an invalid argument.
         """
         self._refuse_options_of_calls(async_op, timeout)
         backend, target = validation.writable(x, "x")
@@ -89,14 +121,27 @@ class PointToPoint(Calls):
     def probe(self, tag: int = 0) -> int | None:
         """Return a rank whose message with this tag has arrived, without waiting for one.
 
+        Parameters
+        ----------
+        tag : int
+            The tag that the sender passes.
+
+        Returns
+        -------
+        int or None
+            A rank from which `recv` would receive now; None if no message has arrived that is not
+            received yet.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an invalid tag.
+
+        Examples
+        --------
             while (source := comm.probe()) is None:
                 ...
             comm.recv(x, source)
-
-        - `tag`: the tag that the sender passes.
-
-        Returns a rank from which `recv` would receive now, or None if no message has arrived that
-        is not received yet.  Raises TypeError or ValueError for an invalid tag.
         """
         session = self._session
         session.check()
@@ -137,16 +182,38 @@ class PointToPoint(Calls):
     ) -> Any:
         """Send to one rank while receiving from another; a ring of these calls cannot deadlock.
 
+        Parameters
+        ----------
+        x : array
+            The array to send.
+        dest, source : int
+            The ranks to send to and to receive from; both may be this one.
+        tag : int
+            A number of at least 0, the same at both ends.
+        out : array, optional
+            Where to receive; it may not share memory with `x`.  None: a new array like `x`.
+        async_op : bool
+            Whether to return a `Work` at once, whose `wait()` returns the result.
+        timeout : float, optional
+            The time limit in seconds.  None: the communicator's `timeout`.
+
+        Returns
+        -------
+        array or Work
+            The array with the received data.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For an invalid argument, before anything is sent.
+        CollectiveMismatch
+            If the message has another length.
+        CollectiveTimeout
+            After `timeout` seconds.  The message names the rank that the call waits for.
+
+        Examples
+        --------
             y = comm.send_recv(x, dest=(rank + 1) % size, source=(rank - 1) % size)
-
-        - `x`: the array to send.
-        - `dest`, `source`: the ranks to send to and to receive from; both may be this one.
-        - `tag`: a number from 0 on, the same at both ends.
-        - `out`: where to receive; it may not share memory with `x`.  None: a new array like `x`.
-        - `async_op`: if True, return a `Work` at once; its `wait()` returns the result.
-        - `timeout`: seconds.  None: the communicator's `timeout`.
-
-        Returns the array with the received data.  Raises the errors of `send` and `recv`.
         """
         self._refuse_options_of_calls(async_op, timeout)
         backend, array = self._readable(x)

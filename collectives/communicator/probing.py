@@ -35,7 +35,8 @@ _has_succeeded: list[bool] = []  # in this process
 def refuse_unless_probed(comm: Communicator, timeout: float | None) -> None:
     """Raise CollectiveError on all ranks unless the job was right on all hosts.
 
-    All ranks call it.  `timeout`: of the call that makes `comm`, which is freed after a failure.
+    All ranks call it.  `timeout` is that of the call that makes `comm`, which is freed after a
+    failure.
     """
     is_first = comm.topology.mates(comm.rank)[0] == comm.rank
     is_known = bool(_has_succeeded) or os.environ.get(KNOWN) == "1"
@@ -49,7 +50,10 @@ def refuse_unless_probed(comm: Communicator, timeout: float | None) -> None:
 
 
 def agree(comm: Communicator, why: str) -> None:
-    """Raise CollectiveError on all ranks if the job of any has failed.  `why`: that of this one."""
+    """Raise CollectiveError on all ranks if the job of any has failed.
+
+    `why` says why the job of this rank has failed; it is empty if the job has not.
+    """
     text = np.frombuffer(why.encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0"), np.int64)
     texts = all_gather_integers(comm._session, text.tolist(), "device probe")
     whys = [row.tobytes().rstrip(b"\0").decode(errors="replace") for row in texts]
@@ -64,7 +68,7 @@ def agree(comm: Communicator, why: str) -> None:
 
 
 def why_it_fails(timeout: float | None) -> str:
-    """Run the job, and say why it has failed; "" if it has not."""
+    """Run the job, and return why it has failed; "" if it has not."""
     limit = _SECONDS if timeout is None else min(_SECONDS, timeout / 2)
     try:
         done = subprocess.run(
@@ -89,7 +93,7 @@ def why_it_fails(timeout: float | None) -> str:
 
 
 def outside_of_job(environment: Mapping[str, str]) -> dict[str, str]:
-    """An environment in which a process starts a job of its own, with the settings of the user."""
+    """Return an environment in which a process starts its own job, with the user's settings."""
     return {
         name: value
         for name, value in environment.items()

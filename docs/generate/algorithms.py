@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,6 +19,7 @@ from docs.generate.formulas import readable
 from docs.generate.pictures import MAX_MESSAGES, num_messages, picture
 from docs.generate.sections import table
 
+RETURNS = re.compile(r"\nReturns\n-+\n\S.*\n((?: {4}.*(?:\n|$))+)")  # the text below the type
 INDEX = """\
 # Algorithms
 
@@ -153,9 +155,13 @@ def page(collective: str, entries: list[Algorithm]) -> str:
 
 def promise(collective: str) -> list[str]:
     """Return what the call does and returns, from its docstring."""
-    paragraphs = inspect.cleandoc(getattr(Communicator, collective).__doc__ or "").split("\n\n")
-    results = [text for text in paragraphs if text.startswith("Returns ")]
-    return [paragraphs[0], "", *results[:1]]
+    docstring = inspect.getdoc(getattr(Communicator, collective))
+    result = RETURNS.search(docstring or "")
+    lines = [_first_line(docstring)]
+    if result is not None:
+        text = inspect.cleandoc(result.group(1))
+        lines += ["", f"Returns {text[0].lower()}{text[1:]}"]
+    return lines
 
 
 def costs(entries: list[Algorithm]) -> str:

@@ -28,6 +28,8 @@ FILES = [
 ]
 # "Returns the bytes", "yields them"; or the docstring names the result: "The bytes of ...".
 SAYS_WHAT_IT_GIVES = re.compile(r"\b([Rr]eturns?|[Yy]ields?)\b|^(The|An?|Whether|Every|All) ")
+HEADINGS = ["Parameters", "Returns", "Yields", "Raises", "Notes", "Examples"]
+HEADING = re.compile(r"^(\w+)\n-+\n", re.MULTILINE)
 VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -109,9 +111,16 @@ def test_the_docstring_is_complete(name: str) -> None:
     assert missing(name, NAMES[name], overridden(name)) == []
 
 
-def has_example(thing: Any) -> bool:
-    """Whether the docstring has an indented example."""
-    return "\n\n    " in (inspect.getdoc(thing) or "")
+def sections(thing: Any) -> dict[str, str]:
+    """The sections of a docstring, by their headings."""
+    parts = HEADING.split(inspect.getdoc(thing) or "")[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def described_parameters(thing: Any) -> list[str]:
+    """What the section Parameters describes, in its order."""
+    names = re.findall(r"^(\w.*?) : ", sections(thing).get("Parameters", ""), re.MULTILINE)
+    return [name for line in names for name in line.split(", ")]
 
 
 CALLS = [
@@ -122,12 +131,39 @@ CALLS = [
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_with_options_has_an_example(name: str) -> None:
-    assert has_example(getattr(collectives.Communicator, name))
+def test_a_call_has_an_example(name: str) -> None:
+    assert "Examples" in sections(getattr(collectives.Communicator, name))
 
 
-def test_a_missing_example_is_noticed() -> None:
-    assert not has_example(collectives.Communicator.free)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_describes_its_parameters_in_their_order(name: str) -> None:
+    method = getattr(collectives.Communicator, name)
+    assert described_parameters(method) == parameters(method)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_sections_of_a_call_have_the_order_of_numpy(name: str) -> None:
+    headings = list(sections(getattr(collectives.Communicator, name)))
+    assert headings == [heading for heading in HEADINGS if heading in headings]
+
+
+def test_missing_sections_and_parameters_are_noticed() -> None:
+    def undescribed(x: int, other: int) -> None:
+        """Do nothing.
+
+        Returns
+        -------
+        None
+
+        Parameters
+        ----------
+        other : int
+            It is not used.
+        """
+
+    assert list(sections(undescribed)) == ["Returns", "Parameters"]
+    assert described_parameters(undescribed) == ["other"] != parameters(undescribed)
+    assert "Examples" not in sections(collectives.Communicator.free)
 
 
 def test_what_is_missing_is_noticed() -> None:
