@@ -34,9 +34,14 @@ DEVICE_MODES: tuple[DeviceMode, ...] = ("auto", "peer", "direct", "staged")
 class Devices:
     """The calls of one rank of a communicator on devices.
 
-    `mode`: "auto": ranks of one host read each other's memory where they can.  "peer": a call that
-    cannot do so is refused.  "direct": as "auto", but MPI sends all other messages from memory of
-    devices.  "staged": all messages go through host memory.  `turns`: of the calls.
+    Attributes
+    ----------
+    mode : {"auto", "peer", "direct", "staged"}
+        With "auto", ranks of one host read each other's memory where they can.  With "peer" a call
+        that cannot do so is refused.  "direct" is as "auto", but MPI sends all other messages from
+        memory of devices.  With "staged" all messages go through host memory.
+    turns : Turns
+        The turns of the calls.
     """
 
     _order: Order | None = None  # of the calls
@@ -65,9 +70,10 @@ class Devices:
     def execution(
         self, operands: Operands, tag: int, call: DeviceCall, number: int
     ) -> OnDevice | None:
-        """The execution of a call on devices; None if this rank stages its messages by itself.
+        """Return the execution of a call on devices; None if this rank stages its messages alone.
 
-        `number`: of the call or plan.  Raises CollectiveError if it would and `mode` is "peer".
+        `number` is that of the call or plan.  Raises CollectiveError if it would and `mode` is
+        "peer".
         """
         board, backend = self._transport.board, operands.backend
         is_strict = self.mode == "peer" and self._transport.size > 1
@@ -105,7 +111,7 @@ class Devices:
             )
 
     def _watched(self) -> Watch:
-        """The watch of this communicator."""
+        """Return the watch of this communicator."""
         with self._lock:
             if self._watch is None:
                 self._watch = Watch(self._transport, self._when_failed, self._limit)
@@ -120,7 +126,10 @@ class Devices:
             log.device_state = partial(_state_of, ref(self._watch))
 
     def _order_of(self, call: DeviceCall, links: Links, watch: Watch) -> tuple[Order, Turns]:
-        """The order of a call among calls, or of a plan, which ranks may start in any order."""
+        """Return the order of a call among calls, or of a plan, and its turns.
+
+        Ranks may start plans in any order.
+        """
         if call.plan:
             return watch.new_order(links), Turns()
         self._order = self._order or watch.new_order(links)
@@ -134,7 +143,7 @@ class Devices:
         self._used = parent._used if parent._links is None else parent._links.backend
 
     def is_neighbour(self, rank: int) -> bool:
-        """Whether this rank and another one are known to read each other's memory."""
+        """Return whether this rank and another one are known to read each other's memory."""
         if self._links is not None and self._links.staged is not None:
             return rank != self._transport.rank and self._links.is_peer(rank)
         return rank in self._inherited
@@ -165,7 +174,7 @@ class Devices:
     def synchronize(self, limit: float | None) -> None:
         """Wait until the device has done all that is enqueued, and raise what went wrong.
 
-        `limit`: the seconds that a run may take on the device; None: its own limit.
+        `limit` is the seconds that a run may take on the device; None for its own limit.
         """
         if self._watch is not None:
             self._watch.synchronize(limit)
@@ -175,7 +184,10 @@ class Devices:
         return self._watch is None or self._watch.give_up()
 
     def has_done(self, enqueued: Enqueued) -> bool:
-        """Whether the device has come to an event.  Raises the failure after which that is void."""
+        """Return whether the device has come to an event.
+
+        Raises the failure after which the event is void.
+        """
         is_done, watch = enqueued.is_complete, self._watch
         if watch is not None and (is_done or watch.failure is not None):
             watch.check()
@@ -199,7 +211,7 @@ class Devices:
         self._kept.free_plan(number)
 
     def _why_all_stage(self, operands: Operands, call: DeviceCall) -> str:
-        """Why all ranks of this host stage the messages of a call by themselves, or ""."""
+        """Return why all ranks of this host stage the messages of a call by themselves, or ""."""
         if why := self._why_always_staged():
             return why
         if isinstance(call.spec.counts, OwnCounts):
@@ -212,7 +224,7 @@ class Devices:
             return ""
 
     def _why_this_rank_stages(self, operands: Operands, call: DeviceCall) -> str:
-        """Why this rank stages the messages of a call, though others may not; "" if it does not.
+        """Return why this rank stages the messages of a call, though others may not, or "".
 
         Raises LookupError or DriverError if it cannot use its device.
         """
@@ -226,7 +238,7 @@ class Devices:
         return ""
 
     def _why_always_staged(self) -> str:
-        """Why the ranks of this host stage all calls; "" if they do not."""
+        """Return why the ranks of this host stage all calls; "" if they do not."""
         board = self._transport.board
         if self.mode == "staged":
             return "device='staged' was asked for"
@@ -235,7 +247,10 @@ class Devices:
         return board.why_no_device or jit.why_unavailable() or ""
 
     def why_staged(self, backend: Backend, op: Operator | None, dtype: np.dtype[Any]) -> str:
-        """Why a call on arrays of a backend would be staged, as far as this rank knows, or ""."""
+        """Return why a call on arrays of a backend would be staged, or "".
+
+        The answer is what this rank knows.
+        """
         if why := self._why_always_staged() or self._transport.board.why_no_area:
             return why
         if op is None:
@@ -248,7 +263,7 @@ class Devices:
             return str(error)
 
     def explain(self, backend: Backend, why_staged: str) -> str:
-        """How this rank and the others send arrays of a backend to each other; "" on the host."""
+        """Return how this rank and others send each other arrays of a backend; "" on the host."""
         links, board = self._links, self._transport.board
         if backend.is_host:
             return ""
@@ -300,7 +315,7 @@ class Devices:
 
 
 def _state_of(reference: ReferenceType[Watch]) -> int:
-    """The state of what was left to a device; complete if its communicator was freed."""
+    """Return the state of what was left to a device; complete if its communicator was freed."""
     watch = reference()
     return COMPLETE if watch is None else watch.state
 
@@ -308,7 +323,7 @@ def _state_of(reference: ReferenceType[Watch]) -> int:
 def _why_no_kernel(
     kernels: Kernels, function: Any, dtype: np.dtype[Any], *, is_average: bool
 ) -> str:
-    """Why no kernel combines or divides; "" if there is one where one is needed."""
+    """Return why no kernel combines or divides; "" if there is one where one is needed."""
     if function is None:
         return ""
     if not isinstance(function, str):

@@ -50,11 +50,20 @@ class OnDevice:
 
     It is complete when all is enqueued.
 
-    `kept`: the executions of this communicator that can run again without a meeting.  `is_strict`:
-    whether a call that would be staged is refused.  `why_staged`: why this rank's array cannot be
-    used by its peers; "" if it can.  `check`: the comparison of the next run, in checked mode.
-    `waits_for_device`: whether a run ends when the device has done it.
-    `when_staged`: called before a run that is staged sends anything.
+    Attributes
+    ----------
+    kept : Kept
+        The executions of this communicator that can run again without a meeting.
+    is_strict : bool
+        Whether a call that would be staged is refused.
+    why_staged : str
+        Why this rank's array cannot be used by its peers; "" if it can.
+    check : Check or None
+        The comparison of the next run, in checked mode.
+    waits_for_device : bool
+        Whether a run ends when the device has done it.
+    when_staged : function or None
+        Called before a run that is staged sends anything.
     """
 
     check: Check | None = None
@@ -243,7 +252,7 @@ class OnDevice:
             raise CollectiveMismatch(why)
 
     def _place(self) -> tuple[object, ...]:
-        """Where it stands, to notice progress."""
+        """Return where it stands, to notice progress."""
         check, staged = self.check, self._staged
         return self._wait, self._loop.row, check and check.row, staged and staged.row
 
@@ -273,7 +282,10 @@ class OnDevice:
 
     @contextmanager
     def _looking(self) -> Iterator[Wait | None]:
-        """What it waits for, which does not change; `_MOVING` if another thread advances it."""
+        """Return a context manager in which what it waits for does not change.
+
+        Yields what it waits for; `_MOVING` if another thread advances it.
+        """
         if not self._lock.acquire(blocking=False):
             yield _MOVING
             return
@@ -358,7 +370,7 @@ class OnDevice:
         return is_done
 
     def _missing(self) -> list[int]:
-        """The ranks that this rank or its device waits for in compiled code."""
+        """Return the ranks that this rank or its device waits for in compiled code."""
         return self._not_come() if self._loop.is_coming else self._placed.late()
 
     # Runs that compiled code starts
@@ -389,7 +401,7 @@ class OnDevice:
         self._last_arrays = LastArrays(source, target)
 
     def fits(self, state: int, source: int, target: int) -> bool:
-        """Python starts no run that compiled code might start, but a new one."""
+        """Return False: Python starts no run that compiled code might start, but a new one."""
         return False
 
     def update_dtypes(self, source: Array | None, target: Array | None) -> bool:
@@ -474,7 +486,7 @@ class OnDevice:
     # Runs without a meeting
 
     def _can_run_again(self) -> bool:
-        """Whether the last run can be repeated; then nothing but this run can end that."""
+        """Return whether the last run can be repeated; then nothing but this run can end that."""
         if self._call.plan:
             return self._loop.can_run_again
         return self.take() and self._loop.can_run_again
@@ -503,7 +515,7 @@ class OnDevice:
         return True
 
     def _run_again(self, *, must_meet: bool) -> Waits:
-        """The steps of a run without a meeting, unless a rank makes it in another way."""
+        """Yield the steps of a run without a meeting, unless a rank makes it in another way."""
         loop = self._loop
         while loop.is_coming and not must_meet:
             answer = loop.advance()
@@ -520,19 +532,22 @@ class OnDevice:
             self.note_kept()
 
     def _is_decided(self) -> bool:
-        """Whether it is known how the ranks make this run."""
+        """Return whether it is known how the ranks make this run."""
         return self._loop.can_advance() or bool(self._elsewhere())
 
     def _not_come(self) -> list[int]:
-        """The ranks that have not come."""
+        """Return the ranks that have not come."""
         return [self._others[at] for at in self._loop.late()]
 
     def _have_all_come(self) -> bool:
-        """Whether all ranks have come; if not, those that come see that this one has left."""
+        """Return whether all ranks have come.
+
+        If not, ranks that come see that this one has left.
+        """
         return not self._not_come()
 
     def _elsewhere(self) -> list[int]:
-        """The ranks that make this run in another way.
+        """Return the ranks that make this run in another way.
 
         A rank that comes while it is looked at is not one of them.
         """
@@ -541,7 +556,7 @@ class OnDevice:
         return [rank for rank in elsewhere if rank in late]
 
     def _is_elsewhere(self, rank: int) -> bool:
-        """Whether a rank meets others, has a host array, or has come with another execution.
+        """Return whether a rank meets others, has a host array, or has come with another execution.
 
         The last may be so if several calls of a kind are under way.
         """
@@ -591,7 +606,7 @@ class OnDevice:
     # Runs that begin with a meeting
 
     def _run_anew(self) -> Waits:
-        """The steps of a run that begins with a meeting, to which this rank comes at once."""
+        """Yield the steps of a run that begins with a meeting, to which this rank comes at once."""
         self.forget()
         self._may_others_run = None
         agreement = self._agreement = Agreement(
@@ -608,7 +623,7 @@ class OnDevice:
         return self._agreement
 
     def _run(self, agreement: Agreement) -> Waits:
-        """The steps of such a run."""
+        """Yield the steps of such a run."""
         why_staged = yield from agreement.meet()
         if not why_staged and self._is_strict:
             why_staged = self._links.why_any_staged
@@ -654,11 +669,11 @@ class OnDevice:
         yield meeting.for_answers()
         links.exports.closed(records[me]["closing"].tolist())
         verdicts = meeting.verdicts().values()
-        if {each >> _ANSWER_BITS for each in verdicts} != {works >> _ANSWER_BITS}:
+        if {answer >> _ANSWER_BITS for answer in verdicts} != {works >> _ANSWER_BITS}:
             self._may_others_run = None
             return "a rank cannot open the memory of another one"
         yield self._until_it_is_its_turn()
-        how = links.agree_on_kernels({each - works for each in verdicts})
+        how = links.agree_on_kernels({answer - works for answer in verdicts})
         self._placed.begin(records, starts, meeting, self._exposed, may_be_kernels=how == YES)
         yield from self._finish()
         if all(record["lasts"] for record in records.values()) and how != UNTRIED:
@@ -713,7 +728,7 @@ class OnDevice:
 
 
 def _with_scratch(operands: Operands, num_bytes: int) -> Operands:
-    """The operands of a call that needs so many bytes of scratch."""
+    """Return the operands of a call that needs so many bytes of scratch."""
     dtype = operands.scratch.dtype
     if operands.scratch.nbytes >= num_bytes:
         return operands
@@ -725,17 +740,17 @@ _MOVING = Wait(lambda: False, list, is_at_work=True)
 
 
 def _no_steps() -> Waits:
-    """The steps before the first run."""
+    """Yield the steps before the first run: none."""
     yield from ()
 
 
 def _shown(ranks: Sequence[int]) -> str:
-    """Ranks in few words."""
+    """Return ranks in few words."""
     first, last = ranks[0], ranks[-1]
     is_range = list(ranks) == [*range(first, last + 1)]
     return f"{first} to {last}" if is_range else ", ".join(map(str, ranks))
 
 
 def not_staged(why: str) -> CollectiveError:
-    """The error of a call that would be staged for some reason, and must not be."""
+    """Return the error of a call that would be staged for some reason, and must not be."""
     return CollectiveError(f"device='peer' was asked for, but the call would be staged: {why}")

@@ -17,7 +17,7 @@ class LastArrays:
         self._shapes = [None if x is None else x.shape for x in arrays]
 
     def are(self, source: int, target: int) -> bool:
-        """Whether objects with these addresses are the same arrays, with the same shapes."""
+        """Return whether objects with these addresses are the same arrays, with the same shapes."""
         if self._ids != [source, target]:
             return False
         arrays = [reference() for reference in self._references]

@@ -146,7 +146,7 @@ class Loop:
         self._logged = log, counter
 
     def log_runs_like(self, other: Loop, key: int) -> None:
-        """Number and log runs as another loop does."""
+        """Let `run` number and log runs as another loop does."""
         log, counter = other._logged
         self.log_runs(log, key, counter)
 

@@ -26,6 +26,7 @@ def tell_of_sharing(uuids: Mapping[int, bytes], num_devices: int) -> None:
 
 @cache
 def warn_once(*numbers: int) -> None:
+    """Log the warning, once for the same numbers."""
     message = (
         "%d ranks of this host use %d of the %d GPUs that CUDA_VISIBLE_DEVICES leaves: call "
         "comm.use_gpu() before arrays are made, or launch with --gpus-per-rank"

@@ -57,12 +57,15 @@ class Loop(NamedTuple):
 
     @property
     def start(self) -> Callable[[int, int, int, int], int]:
-        """As `run`: on the host it makes no difference whether the caller goes on meanwhile."""
+        """The function `run`.
+
+        On the host it makes no difference whether the caller goes on meanwhile.
+        """
         return self.run
 
 
 def why_unavailable() -> str | None:
-    """The reason, as text, why the compiled loop cannot run programs now; None if it can."""
+    """Return why the compiled loop cannot run programs now, as text; None if it can."""
     if _loader is not None and _loader.is_alive():
         return "compiled code is being loaded"
     return _why_never_available()
@@ -87,7 +90,7 @@ def _load() -> None:
 
 @cache
 def _why_never_available() -> str | None:
-    """The reason why the compiled loop can never run programs in this process."""
+    """Return why the compiled loop can never run programs in this process; None if it can."""
     if (reason := jit.why_unavailable()) is not None:
         return reason
     try:
@@ -99,7 +102,7 @@ def _why_never_available() -> str | None:
 
 @cache
 def loop() -> Loop:
-    """The compiled functions, which are compiled or loaded at first use."""
+    """Return the compiled functions, which are compiled or loaded at first use."""
     from collectives.engines import executor  # noqa: PLC0415 - it imports numba
 
     return Loop(
@@ -111,7 +114,10 @@ def loop() -> Loop:
 
 @cache
 def _addresses() -> list[int]:
-    """The addresses of the functions that the loop calls, in this process's MPI and C libraries."""
+    """Return the addresses of the functions that the loop calls.
+
+    They are functions of this process's MPI and C libraries.
+    """
     library = ctypes.CDLL(MPI.__file__)  # and the MPI library that it is linked to
     functions = [getattr(library, name) for name in _FUNCTIONS]
     c_library = ctypes.CDLL(None)
@@ -120,7 +126,7 @@ def _addresses() -> list[int]:
 
 
 def _knows_arrays() -> bool:
-    """Whether the fields of an array object have the offsets that the compiled code uses."""
+    """Return whether the fields of an array object are where the compiled code reads them."""
     from collectives.engines import executor  # noqa: PLC0415
 
     array = np.zeros((3, 5), np.float32)
@@ -140,15 +146,18 @@ def _knows_arrays() -> bool:
 
 
 def _handle(handle: Any) -> int:
-    """MPI's handle of a communicator or datatype: a pointer or an integer."""
+    """Return MPI's handle of a communicator or datatype: a pointer or an integer."""
     size = MPI._sizeof(type(handle))
     return int.from_bytes(ctypes.string_at(MPI._addressof(handle), size), "little", signed=size < 8)
 
 
 def _num_spins() -> int:
-    """The polls of a waiting rank before it yields: few if others need its processor."""
-    found = [os.environ[name] for name in _LOCAL_SIZES if name in os.environ]
-    num_ranks = int(found[0]) if found and found[0].isdecimal() else MPI.COMM_WORLD.size
+    """Return how often a waiting rank polls before it yields.
+
+    That is rarely if others need its processor.
+    """
+    sizes = [os.environ[name] for name in _LOCAL_SIZES if name in os.environ]
+    num_ranks = int(sizes[0]) if sizes and sizes[0].isdecimal() else MPI.COMM_WORLD.size
     if num_ranks > len(os.sched_getaffinity(0)):
         return _SPINS_WHERE_CROWDED
     return _SPINS_BETWEEN_HOSTS if num_ranks < MPI.COMM_WORLD.size else _SPINS
@@ -188,7 +197,7 @@ class CompiledExecution:
         tag: int,
         host_calls: Words | None = None,
     ) -> None:
-        """`host_calls`: see `Transport.execution`."""
+        """Prepare the state; `host_calls` is as in `Transport.execution`."""
         program.check_arrays(operands.input, operands.output, operands.scratch)
         self._port, self._names, self.program, self.loop = port, port.names, program, port.loop
         self._pending_answer: int | None = (
@@ -381,7 +390,7 @@ class CompiledExecution:
         raise translate_message_error(MPI.Exception(error), me, self._failed())
 
     def _failed(self) -> list[Failed]:
-        """The messages of the failed row, with MPI's error codes."""
+        """Return the messages of the failed row, with MPI's error codes."""
         row, ends = self.program.listed[self.row], self._ends()
         if row.kind != Kind.WAIT:
             return [Failed(row.peer, row.kind == Kind.RECEIVE, int(self.state[self._names.ERROR]))]
@@ -394,21 +403,21 @@ class CompiledExecution:
         return failed
 
     def _ends(self, stop: int | None = None) -> dict[int, tuple[int, bool]]:
-        """The peer of the last message in each slot before a row, and whether it is a receive.
+        """Return the peer of the last message in each slot, and whether that message is a receive.
 
-        `stop`: the row; None: the one that runs next.
+        `stop` is the row before which the messages are; None for the row that runs next.
         """
         rows = self.program.listed[: self.row if stop is None else stop]
         posted = (row for row in rows if row.kind <= Kind.SEND)
         return {row.slot: (row.peer, row.kind == Kind.RECEIVE) for row in posted}
 
     def _occupied(self) -> list[int]:
-        """The slots of messages that were posted and have not been waited for."""
+        """Return the slots of messages that were posted and have not been waited for."""
         slots: list[int] = np.flatnonzero((self._requests != self._port.no_request).any(1)).tolist()
         return slots
 
     def _posted(self) -> list[tuple[int, MPI.Request]]:
-        """The requests of these messages, with their slots."""
+        """Return the requests of these messages, with their slots."""
         return [(slot, request_of(self._requests[slot])) for slot in self._occupied()]
 
     def when_complete(self, then: Callable[[float], object]) -> None:
@@ -445,17 +454,20 @@ class CompiledExecution:
 
 
 def _is_equal_but_other(array: Array | None, dtype: np.dtype[Any] | None) -> bool:
-    """Whether the dtype of an array is equal to `dtype` but another object."""
+    """Return whether the dtype of an array is equal to `dtype` but another object."""
     return array is not None and array.dtype is not dtype and bool(array.dtype == dtype)
 
 
 def kernel_of(function: Any, dtype: np.dtype[Any]) -> int:
-    """The address of the kernel that combines arrays of this dtype; 0 if there is none."""
+    """Return the address of the kernel that combines arrays of this dtype; 0 if there is none."""
     return (kernels.combine(function, dtype) or 0) if isinstance(function, str) else 0
 
 
 def _shift(source: Array | None, target: Array | None, apart: int) -> int:
-    """The offset in bytes of the output from the input if they overlap, else `apart`."""
+    """Return the offset in bytes of the output from the input.
+
+    It is `apart` if they do not overlap.
+    """
     if source is None or target is None:
         return apart
     shift = address(target) - address(source)
@@ -463,5 +475,8 @@ def _shift(source: Array | None, target: Array | None, apart: int) -> int:
 
 
 def address(array: Array) -> int:
-    """The address of an array's first byte.  `_knows_arrays` checks this fast way to read it."""
+    """Return the address of an array's first byte.
+
+    `_knows_arrays` checks this fast way to read it.
+    """
     return _pointer_at(id(array) + _DATA_FIELD).value or 0

@@ -30,7 +30,7 @@ class Memory:
             self._function = self.backend.binary(operands.function, operands.output.dtype)
 
     def view(self, buffer: int, offset: int, count: int) -> Array:
-        """The elements of `count` bytes at byte `offset` of a buffer."""
+        """Return the elements of `count` bytes at byte `offset` of a buffer."""
         start = offset // self._itemsize
         return self._arrays[buffer][start : start + count // self._itemsize]
 
@@ -92,7 +92,7 @@ class Interpreted:
         messages: Messages,
         host_calls: NDArray[np.int64] | None = None,
     ) -> None:
-        """`host_calls`: see `Transport.execution`."""
+        """Prepare the buffers; `host_calls` is as in `Transport.execution`."""
         program.check_arrays(operands.input, operands.output, operands.scratch)
         self.program, self.messages, self._host_calls = program, messages, host_calls
         self.memory = Memory(operands, program.itemsize)
@@ -147,11 +147,11 @@ class Interpreted:
         return True
 
     def wait(self, row: Row) -> bool:
-        """Whether the messages that a row waits for are complete."""
+        """Return whether the messages that a row waits for are complete."""
         return self.messages.test(range(row.slot, row.slot + row.size), row.peer)
 
     def is_over(self) -> bool:
-        """Whether the call is complete when all rows are."""
+        """Return whether the call is complete when all rows are."""
         return True
 
     def note_completed(self) -> None:

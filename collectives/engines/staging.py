@@ -40,7 +40,13 @@ class PageLockedMemory:
 
 
 class _Buffer:
-    """Memory for messages.  `reader`: an event behind the copy that reads it, if one does."""
+    """Memory for messages.
+
+    Attributes
+    ----------
+    reader : Event or None
+        An event behind the copy that reads the memory, if a copy does.
+    """
 
     memory: Bytes | None = None
     reader: Event | None = None
@@ -64,16 +70,19 @@ class MessageBuffers:
         return bool(self._buffers)
 
     def reader(self, slot: int) -> Event | None:
-        """What the device must do before a slot has a free buffer; None: there is one, or room."""
+        """Return what the device must do before a slot has a free buffer.
+
+        None if there is a free buffer, or room for one.
+        """
         buffers = self._buffers[slot]
-        if len(buffers) < _BUFFERS_EACH or any(each.is_free for each in buffers):
+        if len(buffers) < _BUFFERS_EACH or any(buffer.is_free for buffer in buffers):
             return None
         return buffers[0].reader
 
     def buffer(self, slot: int, num_bytes: int) -> Bytes:
-        """A free buffer of so many bytes, which is now in use."""
+        """Return a free buffer of so many bytes, which is now in use."""
         buffers = self._buffers[slot]
-        free = next((each for each in buffers if each.is_free), None)
+        free = next((buffer for buffer in buffers if buffer.is_free), None)
         if free is None:
             free = _Buffer()
         else:
@@ -145,7 +154,7 @@ class Staged(Interpreted):
             return is_complete
 
     def _begin(self) -> tuple[Stream, Stream]:
-        """Two streams, of which the first begins after what is on the caller's."""
+        """Return two streams, of which the first begins after what is on the caller's."""
         backend = self.memory.backend
         with backend.on_stream(self._callers):
             start = backend.record()
@@ -168,7 +177,7 @@ class Staged(Interpreted):
         return True
 
     def _buffer(self, slot: int, array: Array) -> Bytes:
-        """Memory for a message with the data of an array."""
+        """Return memory for a message with the data of an array."""
         return self._buffers.buffer(slot, array.size * array.dtype.itemsize)
 
     def _send_copied(self) -> None:
@@ -224,7 +233,7 @@ class Staged(Interpreted):
         return are_free and is_idle
 
     def _have_ended(self) -> bool:
-        """Whether nothing is left on the streams, after some time."""
+        """Return whether nothing is left on the streams, after some time."""
         backend, ends = self.memory.backend, list[Event]()
         try:
             for stream in self._streams or ():
@@ -262,7 +271,7 @@ class Staged(Interpreted):
             self._lock.release()
 
     def _has_come(self) -> bool:
-        """Whether the device has come to something that is awaited, or has failed."""
+        """Return whether the device has come to something that is awaited, or has failed."""
         try:
             return any(event.is_complete for event in self._awaited)
         except RuntimeError:  # who advances it raises that
@@ -286,7 +295,7 @@ _idle = defaultdict[str, list[tuple[Stream, Stream]]](list)  # by the name of th
 
 
 def _borrow(backend: Backend) -> tuple[Stream, Stream]:
-    """Two streams on which nothing is."""
+    """Return two streams on which nothing is."""
     try:
         return _idle[backend.name].pop()
     except IndexError:

@@ -23,8 +23,13 @@ _YIELDS = 10_000  # offers of the processor to other ranks before a rank backs o
 class Operands(NamedTuple):
     """The flat arrays of a run, the backend that serves them, and the function that combines.
 
-    `function`: the name of a NumPy function, or a function called in the same way; None if the
-    program does not combine.  `divisor`: the divisor of an average.
+    Attributes
+    ----------
+    function : str or function or None
+        The name of a NumPy function, or a function called in the same way; None if the program does
+        not combine.
+    divisor : int
+        The divisor of an average.
     """
 
     backend: Backend
@@ -54,27 +59,30 @@ class Operands(NamedTuple):
 class MessageMemory(Protocol):
     """A kind of memory in which MPI takes and leaves the messages of arrays on a device.
 
-    `link`: the link of such messages; see `Row.link` of ledgers.
+    Attributes
+    ----------
+    link : str
+        The link of such messages; see `Row.link` of ledgers.
     """
 
     link: str
 
     def new(self, num_bytes: int) -> Bytes:
-        """Memory that nothing uses.  Only MPI and the device may look into it.
+        """Return memory that nothing uses.  Only MPI and the device may look into it.
 
         To allocate it may wait for all streams of the process.
         """
 
     @property
     def copy_to(self) -> Callable[[Sequence[tuple[Array, Bytes]]], object]:
-        """Let the current stream copy flat arrays to messages of their sizes.
+        """The function that lets the current stream copy flat arrays to messages of their sizes.
 
         Neither may be changed or given up before the stream has done it.
         """
 
     @property
     def copy_from(self) -> Callable[[Sequence[tuple[Array, Bytes]]], object]:
-        """The same for copies of messages to the arrays."""
+        """The function that does the same for copies of messages to the arrays."""
 
 
 class Enqueued(Protocol):
@@ -94,7 +102,10 @@ class Execution(Protocol):
     Only the thread that advances it may call its methods, except for `row`, `position` and
     `interrupt`, which any thread may use at any time: they read or write plain memory.
 
-    `limit`: the seconds that a run may take on a device; None: those of the communicator.
+    Attributes
+    ----------
+    limit : float or None
+        The seconds that a run may take on a device; None for the limit of the communicator.
     """
 
     limit: float | None
@@ -106,11 +117,12 @@ class Execution(Protocol):
     def when_complete(self, then: Callable[[float], object]) -> None:
         """Call a function with the time at which the last run was complete.
 
-        At once, or when the device has done it; in seconds of `time.perf_counter`.
+        It is called at once, or when the device has done the run.  The time is in seconds of
+        `time.perf_counter`.
         """
 
     def link(self, rank: int) -> str:
-        """How the messages of a complete run to a rank went: see `Row.link` of ledgers."""
+        """Return how the messages of a complete run to a rank went: see `Row.link` of ledgers."""
 
     @property
     def device_row(self) -> str:
@@ -125,7 +137,7 @@ class Execution(Protocol):
         """What a complete run has left to a device; None if the caller's stream waits for it."""
 
     def advance(self, seconds: float) -> bool:
-        """Continue, wait for messages at most `seconds`; return whether the program is complete.
+        """Continue, waiting at most `seconds`; return whether the program is complete.
 
         Raises CollectiveMismatch for a message of the wrong length, and what an operator raises.
         """
@@ -133,7 +145,7 @@ class Execution(Protocol):
     def restart(self, number: int, *, is_async: bool = False) -> None:
         """Go back to the first row, for the run of this number.
 
-        `is_async`: whether the caller goes on meanwhile.
+        `is_async` says whether the caller goes on meanwhile.
         """
 
     def leave_callers_stream(self) -> None:
@@ -152,9 +164,10 @@ class Execution(Protocol):
         """Note which of the messages that were posted are complete, for `position`."""
 
     def position(self) -> tuple[int, list[Waiting]]:
-        """The current round, and the messages that were posted and are not known to be complete.
+        """Return the current round, and the messages that are not known to be complete.
 
-        It is read while another thread may change it, so it may be a moment old.
+        They were posted.  What is returned is read while another thread may change it, so it may be
+        a moment old.
         """
 
     def abandon(self) -> bool:
@@ -166,21 +179,27 @@ class Loop(Protocol):
 
     @property
     def run(self) -> Callable[[int, int, int, int], int]:
-        """Start a run of a state on two arrays, for some nanoseconds; 0 if it is complete."""
+        """The function that starts a run of a state on two arrays, for some nanoseconds.
+
+        It returns 0 if the run is complete.
+        """
 
     @property
     def start(self) -> Callable[[int, int, int, int], int]:
-        """The same, for a run whose caller goes on meanwhile."""
+        """The function that does the same for a run whose caller goes on meanwhile."""
 
     @property
     def fits(self) -> Callable[[int, int, int], bool]:
-        """Whether a run of a state can start on two arrays."""
+        """The function that says whether a run of a state can start on two arrays."""
 
 
 class Reusable(Execution, Protocol):
     """An execution that compiled code can start, each time on other arrays.
 
-    `state_address`: the address of its state.
+    Attributes
+    ----------
+    state_address : int
+        The address of its state.
     """
 
     state_address: int
@@ -223,8 +242,8 @@ class Reusable(Execution, Protocol):
     ) -> None:
         """Let `loop.run` start runs on arrays of this shape and dtype, numbered by a counter.
 
-        Each run gets an entry in `log`, where `key` identifies the program.  `tags`: the tags that
-        runs use in rotation, by their numbers; empty if all runs have the same tag.
+        Each run gets an entry in `log`, where `key` identifies the program.  Runs use `tags` in
+        rotation, by their numbers; `tags` is empty if all runs have the same tag.
         """
 
     def make_reusable_like(self, other: Any, key: int) -> None:
@@ -233,7 +252,7 @@ class Reusable(Execution, Protocol):
     def reuse_for_plan(self, key: int, counter: NDArray[np.int64], tag: int) -> None:
         """Let `loop.run` start the runs of another plan, on arrays of the same kind.
 
-        `key` and `counter`: see `make_reusable`.  All runs of a plan have the same tag.
+        `key` and `counter` are as in `make_reusable`.  All runs of a plan have the same tag.
         """
 
     def update_dtypes(self, source: Array | None, target: Array | None) -> bool:
@@ -248,14 +267,17 @@ class Reusable(Execution, Protocol):
     def started(self, answer: int, source: Array | None, target: Array | None) -> bool:
         """Continue after the answer of `loop.run`; return False if the run has not started.
 
-        `source` and `target`: the arrays on which `loop.run` has started it.
+        `source` and `target` are the arrays on which `loop.run` has started it.
         """
 
 
 class Messages(Protocol):
     """The messages of one execution: each has its own slot, and all have the same tag.
 
-    `lengths`: by slot, the bytes of the messages that were received and might be shorter.
+    Attributes
+    ----------
+    lengths : dict of int to int
+        By slot, the bytes of the messages that were received and might be shorter.
     """
 
     tag: int
@@ -264,20 +286,26 @@ class Messages(Protocol):
     def receive(self, slot: int, peer: int, data: Bytes, *, may_be_shorter: bool = False) -> None:
         """Post a receive.  The buffer belongs to the engine until the message is complete.
 
-        `may_be_shorter`: whether a message of fewer bytes than the buffer's is right, too.
+        `may_be_shorter` says whether a message of fewer bytes than the buffer's is right, too.
         """
 
     def send(self, slot: int, peer: int, data: Bytes) -> None:
         """Post a send.  The buffer belongs to the engine until the message is complete."""
 
     def test(self, slots: range, num_receives: int) -> bool:
-        """Whether the messages in `slots` are complete; the first `num_receives` are receives."""
+        """Return whether the messages in `slots` are complete.
+
+        The first `num_receives` of them are receives.
+        """
 
     def note_completed(self) -> None:
         """See `Execution.note_completed`."""
 
     def waiting_for(self) -> list[Waiting]:
-        """The messages that were posted and are not known to be complete.  Any thread may ask."""
+        """Return the messages that were posted and are not known to be complete.
+
+        Any thread may ask.
+        """
 
     def abandon(self) -> bool:
         """See `Execution.abandon`."""
@@ -286,8 +314,12 @@ class Messages(Protocol):
 class PendingCall(Protocol):
     """A call that has started and continues only when `progress` is called.
 
-    `is_done`: whether it is complete or has failed.  `is_awaited`: whether a thread waits for it
-    and therefore advances it.
+    Attributes
+    ----------
+    is_done : bool
+        Whether it is complete or has failed.
+    is_awaited : bool
+        Whether a thread waits for it and therefore advances it.
     """
 
     is_done: bool
@@ -326,13 +358,23 @@ class Waiter(Protocol):
 class Transport(Protocol):
     """One rank's end of a communicator.
 
-    `in_flight`: the calls of this rank, in all its communicators, that continue only while some
-    call waits.  A waiting call must advance all of them; otherwise two ranks that wait in different
-    orders would deadlock.  `failed`: objects that are kept until the process ends, because MPI may
-    still write into their buffers.  `flight`: the flight recorder of all communicators of this
-    rank.  `identity`: the ranks of the job, and the ordinal of this communicator among theirs.
-    `board`: what the ranks of this host show each other.  `message_memory`: where MPI takes and
-    leaves the messages of arrays on a device.
+    Attributes
+    ----------
+    in_flight : list of PendingCall
+        The calls of this rank, in all its communicators, that continue only while some call waits.
+        A waiting call must advance all of them; otherwise two ranks that wait in different orders
+        would deadlock.
+    failed : list
+        Objects that are kept until the process ends, because MPI may still write into their
+        buffers.
+    flight : FlightRecorder
+        The flight recorder of all communicators of this rank.
+    identity : (ranks, ordinal)
+        The ranks of the job, and the ordinal of this communicator among theirs.
+    board : Board
+        What the ranks of this host show each other.
+    message_memory : function
+        Returns, for a backend, where MPI takes and leaves the messages of arrays on a device.
     """
 
     rank: int
@@ -365,31 +407,34 @@ class Transport(Protocol):
         tag: int,
         host_calls: NDArray[np.int64] | None = None,
     ) -> Execution:
-        """An execution of a program on arrays that live until it is complete.
+        """Return an execution of a program on arrays that live until it is complete.
 
-        `host_calls`: an array to which it writes the number of each run, at its remainder.
+        It writes the number of each run to the array `host_calls`, at the number's remainder.
         """
 
     def messages(self, tag: int) -> Messages:
-        """The messages of an interpreted execution."""
+        """Return the messages of an interpreted execution."""
 
     def probe(self, tag: int) -> int | None:
-        """A rank whose message of this tag has arrived and is not received; None: there is none."""
+        """Return a rank whose message of this tag has arrived and is not received.
+
+        None if there is none.
+        """
 
     def subgroup(self, ranks: Sequence[int], deadline: float | None) -> Transport:
-        """A transport among `ranks`, in this order; exactly these ranks call it.
+        """Return a transport among `ranks`, in this order; exactly these ranks call it.
 
         Raises CollectiveTimeout if they have not all called it by `deadline`.
         """
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> Transport | None:
-        """A transport among `ranks`; every rank calls it, with its own group or None."""
+        """Return a transport among `ranks`; every rank calls it, with its own group or None."""
 
     def watch(self, waiter: Waiter) -> None:
         """Let `pause` return as soon as an execution can move that waits for no message."""
 
     def unwatch(self, waiter: Waiter) -> None:
-        """Forget it."""
+        """Forget an execution that is watched."""
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
         """Let time pass, at most until `deadline`, because no call can continue now."""
@@ -399,12 +444,12 @@ class Transport(Protocol):
         """Whether `shrink` works."""
 
     def translate_error(self, error: BaseException) -> BaseException:
-        """The error to raise for an engine's failure: PeerFailed, or the error itself."""
+        """Return the error to raise for an engine's failure: PeerFailed, or the error itself."""
 
     def shrink(self, deadline: float | None, interrupt: bool) -> tuple[Transport, list[int]]:
-        """A transport among the ranks that are alive, and these ranks; all of them call it.
+        """Return a transport among the ranks that are alive, and these ranks; all of them call it.
 
-        `interrupt`: whether pending calls of this transport fail.
+        `interrupt` says whether pending calls of this transport fail.
         """
 
     def free(self) -> None:
@@ -432,7 +477,7 @@ def poll_until(is_done: Callable[[], Any], deadline: float | None = None) -> boo
 
 
 def deadline_in(seconds: float | None) -> float | None:
-    """The deadline, in `time.monotonic`, of a time limit that starts now."""
+    """Return the deadline, in `time.monotonic`, of a time limit that starts now."""
     return None if seconds is None else time.monotonic() + seconds
 
 
@@ -448,7 +493,7 @@ def back_off(num_tries: int) -> None:
 
 
 def wrong_length(rank: int, peer: int, got: int, expected: int) -> str:
-    """The message of a CollectiveMismatch for a message of the wrong length."""
+    """Return the message of a CollectiveMismatch for a message of the wrong length."""
     return (
         f"rank {rank} expected {expected} bytes from rank {peer} and got {got}: "
         "the two ranks did not make the same call with the same sizes"

@@ -30,9 +30,14 @@ WIDTH = 3  # lanes that run at the same time
 class Lanes:
     """The lanes of one rank; each begins `stride` elements after the previous one.
 
-    `copies_input`: whether they need a copy of the input, because the output would overwrite it.
-    `num_slots`: the number of lanes that run at the same time.  `num_scratch`: the elements of
-    scratch that each of these needs.
+    Attributes
+    ----------
+    copies_input : bool
+        Whether they need a copy of the input, because the output would overwrite it.
+    num_slots : int
+        The number of lanes that run at the same time.
+    num_scratch : int
+        The elements of scratch that each of these needs.
     """
 
     def __init__(self, lanes: Sequence[Lane], stride: int = 0, copies_input: bool = False) -> None:
@@ -52,7 +57,10 @@ class Event(NamedTuple):
 
 
 def order(num_lanes: int, num_rounds: int) -> Iterator[Event]:
-    """Rounds are finished in the order in which they started; each makes room for the next."""
+    """Yield the starts and waits of all lanes, in the order in which they run.
+
+    Rounds are finished in the order in which they started; each makes room for the next.
+    """
     if num_rounds == 0:
         return
     waiting, in_progress = deque((lane, 0) for lane in range(num_lanes)), deque[tuple[int, int]]()
@@ -68,14 +76,14 @@ def order(num_lanes: int, num_rounds: int) -> Iterator[Event]:
 
 @lru_cache(maxsize=2)
 def _events(num_lanes: int, num_rounds: int) -> list[Event]:
-    """The order as a list; all ranks of a call have the same."""
+    """Return the order as a list; all ranks of a call have the same."""
     return list(order(num_lanes, num_rounds))
 
 
 def num_lanes(
     algorithm: Algorithm, size: int, num_bytes: int, options: tuple[tuple[str, Option], ...] = ()
 ) -> int:
-    """The number of lanes into which all ranks cut `num_bytes` (the n of the formulas)."""
+    """Return the number of lanes into which all ranks cut `num_bytes` (the n of the formulas)."""
     if num_bytes <= SEGMENT_BYTES or not SPECS[algorithm.collective].is_reduction:
         return 1
     num_blocks = _num_divisible(algorithm, size, options)
@@ -86,7 +94,7 @@ def num_lanes(
 def _num_divisible(
     algorithm: Algorithm, size: int, options: tuple[tuple[str, Option], ...]
 ) -> int | None:
-    """The number of blocks into which a reduction cuts n, if lanes can cut each block further.
+    """Return into how many blocks a reduction cuts n, if lanes can cut each block further.
 
     None if the algorithm has its own segments, or sends several blocks in one message.
     """
@@ -114,7 +122,7 @@ def compile_lanes(
     aliasing: Aliasing,
     num_lanes: int,
 ) -> Lanes:
-    """The lanes of one rank; the arguments are those of `compile_lane`."""
+    """Return the lanes of one rank; the arguments are those of `compile_lane`."""
     compiled = partial(compile_lane, algorithm, rank, size, root, options=options)
     copies_input = False
     if num_lanes == 1 or aliasing != "none":  # else the output cannot overwrite the input
@@ -138,5 +146,5 @@ def compile_lanes(
 
 
 def _part(count: int, start: int, stride: int) -> int:
-    """The number of `count` elements that lie from `start` to `start + stride`."""
+    """Return the number of `count` elements that lie from `start` to `start + stride`."""
     return max(0, min(stride, count - start))

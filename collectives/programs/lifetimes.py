@@ -11,9 +11,15 @@ from collectives.schedule import Block, Operation, Schedule
 class Outline(NamedTuple):
     """The parts of a rank's schedule that do not depend on the counts.
 
-    `rounds`: the sends, the receives and the local operations of each round.  `uses`: the times at
-    which each block is needed: 2k if it is sent in round k, 2k + 1 if it is used after the messages
-    of round k.  `ends`: the times, counted likewise, after which a block's value is replaced.
+    Attributes
+    ----------
+    rounds : list
+        The sends, the receives and the local operations of each round.
+    uses : mapping of block to list of int
+        The times at which each block is needed: 2k if it is sent in round k, 2k + 1 if it is used
+        after the messages of round k.
+    ends : mapping of block to list of int
+        The times, counted likewise, after which a block's value is replaced.
     """
 
     rounds: list[tuple[list[Operation], list[Operation], list[Operation]]]
@@ -22,7 +28,7 @@ class Outline(NamedTuple):
 
 
 def outline(schedule: Schedule) -> Outline:
-    """The outline of one rank's schedule."""
+    """Return the outline of one rank's schedule."""
     rounds: list[tuple[list[Operation], list[Operation], list[Operation]]] = []
     uses: dict[Block, list[int]] = {}
     ends: dict[Block, list[int]] = {}

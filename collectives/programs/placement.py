@@ -51,7 +51,7 @@ from collectives.schedule import (
 def _outlined(
     algorithm: Algorithm, rank: int, size: int, root: int, options: tuple[tuple[str, Option], ...]
 ) -> tuple[int, Sequence[Block], Sequence[Block], Outline]:
-    """The number of pieces, the blocks of `rank` before and after, and its schedule's outline."""
+    """Return the number of pieces, the blocks of `rank` before and after, and the outline."""
     collective, given = algorithm.collective, dict(options)
     case = algorithm.case(size, root, **given)
     rooted_at = root if SPECS[collective].is_rooted else None
@@ -63,9 +63,9 @@ def _outlined(
 def passing_blocks(
     algorithm: Algorithm, rank: int, size: int, options: tuple[tuple[str, Option], ...] = ()
 ) -> tuple[Block, ...]:
-    """The blocks of an all-to-all that come to `rank` only to be sent on, in this order."""
+    """Return the blocks of an all-to-all that come to `rank` only to be sent on, in this order."""
     schedule = algorithm.schedule(rank, size, None, **dict(options))
-    arriving = (block for each in schedule for op in incoming(each) for block in op.targets)
+    arriving = (block for ops in schedule for op in incoming(ops) for block in op.targets)
     home = frozenset(after(algorithm.collective, rank, algorithm.case(size, None, **dict(options))))
     return tuple(block for block in dict.fromkeys(arriving) if block not in home)
 
@@ -80,14 +80,20 @@ def compile_lane(
     aliasing: Aliasing = "none",
     parts: tuple[int, ...] | None = None,
 ) -> Lane:
-    """The steps of one rank.
+    """Return the steps of one rank.
 
-    `counts`: the elements of the vector (broadcast, reduce, all-reduce), or of each rank's block,
-    or for all-to-all `OwnCounts`, `CountOfEachBlock`, or the p x p table of elements from source to
-    destination.  `aliasing`: the offset in elements of the output from the input in memory; "none"
-    if they do not overlap; "odd" if they overlap in a way that needs a copy of the input.  `parts`:
-    the number of elements of the vector, or of each rank's block, from its beginning, that this
-    lane works on; None: all.
+    Parameters
+    ----------
+    counts : int, tuple, OwnCounts or CountOfEachBlock
+        The elements of the vector (broadcast, reduce, all-reduce), or of each rank's block.  For
+        all-to-all `OwnCounts`, `CountOfEachBlock`, or the p x p table of elements from source to
+        destination.
+    aliasing : int, "none" or "odd"
+        The offset in elements of the output from the input in memory; "none" if they do not
+        overlap; "odd" if they overlap in a way that needs a copy of the input.
+    parts : tuple of int, optional
+        The number of elements of the vector, or of each rank's block, from its beginning, that this
+        lane works on; None for all.
     """
     num_pieces, held, wanted, made = _outlined(algorithm, rank, size, root, options)
     if isinstance(counts, int):
@@ -107,7 +113,10 @@ def compile_lane(
 
 
 def _vectors(held: Sequence[Block], sizes: Mapping[Block, int], stride: int) -> dict[Block, Region]:
-    """The pieces of the vectors of this rank, each of which begins `stride` after the previous."""
+    """Return the pieces of the vectors of this rank.
+
+    Each vector begins `stride` after the previous one.
+    """
     regions: dict[Block, Region] = {}
     for number, first in enumerate(range(0, len(held), len(sizes))):
         pieces = held[first : first + len(sizes)]
@@ -116,7 +125,7 @@ def _vectors(held: Sequence[Block], sizes: Mapping[Block, int], stride: int) -> 
 
 
 def _beginnings(regions: Mapping[Block, Region], sizes: Mapping[Block, int]) -> dict[Block, Region]:
-    """The regions of the first elements of each block, as many as `sizes` says."""
+    """Return the regions of the first elements of each block, as many as `sizes` says."""
     return {
         block: region._replace(stop=region.start + sizes[original(block, sizes)])
         for block, region in regions.items()
@@ -124,7 +133,7 @@ def _beginnings(regions: Mapping[Block, Region], sizes: Mapping[Block, int]) -> 
 
 
 def block_sizes(collective: str, counts: Counts, num_pieces: int) -> dict[Block, int]:
-    """The number of elements of every block."""
+    """Return the number of elements of every block."""
     if isinstance(counts, int):
         return by_rank(even_counts(counts, num_pieces))
     sizes = _sizes(collective, counts)
@@ -138,7 +147,7 @@ def block_sizes(collective: str, counts: Counts, num_pieces: int) -> dict[Block,
 
 
 def _sizes(collective: str, counts: tuple[Any, ...]) -> dict[Block, int]:
-    """The number of elements of every block, or of those that one rank knows."""
+    """Return the number of elements of every block, or of those that one rank knows."""
     if isinstance(counts, OwnCounts):
         me, sent, received, passing = counts
         sizes: dict[Block, int] = {(me, rank): size for rank, size in enumerate(sent)}
@@ -150,8 +159,12 @@ def _sizes(collective: str, counts: tuple[Any, ...]) -> dict[Block, int]:
 class _Compiler:
     """Follows the blocks of one rank through its schedule.
 
-    `place`: the current region of each block.  `home`: the region in the output of each block that
-    belongs there.
+    Attributes
+    ----------
+    place : dict
+        The current region of each block.
+    home : dict
+        The region in the output of each block that belongs there.
     """
 
     def __init__(
@@ -190,14 +203,14 @@ class _Compiler:
     # Places in memory
 
     def is_same(self, a: Region, b: Region) -> bool:
-        """Whether two regions for one block are the same memory, or are empty."""
+        """Return whether two regions for one block are the same memory, or are empty."""
         if a.start == a.stop or a == b:
             return True
         addresses = self.in_outputs_memory((a, b))
         return len(addresses) == 2 and addresses[0] == addresses[1]
 
     def in_outputs_memory(self, regions: Iterable[Region]) -> list[tuple[int, int]]:
-        """The first and last addresses of the regions in the memory of the output."""
+        """Return the first and last addresses of the regions in the memory of the output."""
         offsets = self.offsets
         return [
             (start + offsets[buffer], stop + offsets[buffer])
@@ -206,7 +219,7 @@ class _Compiler:
         ]
 
     def is_free(self, region: Region, busy: Iterable[tuple[int, int]]) -> bool:
-        """Whether a region of the output overlaps with none of the busy addresses."""
+        """Return whether a region of the output overlaps with none of the busy addresses."""
         offset = self.offsets["output"]
         start, stop = region.start + offset, region.stop + offset
         for busy_start, busy_stop in busy:  # noqa: SIM110 - all() takes twice as long
@@ -215,7 +228,7 @@ class _Compiler:
         return True
 
     def _output_overwrites_input(self) -> bool:
-        """Whether writing a block of the output would overwrite another block of the input."""
+        """Return whether writing a block of the output would overwrite another one of the input."""
         if "input" not in self.offsets:
             return False
         places, homes = self.in_memory(self.place), self.in_memory(self.home)
@@ -228,7 +241,7 @@ class _Compiler:
         return False
 
     def in_memory(self, regions: Mapping[Block, Region]) -> list[tuple[int, int, Block]]:
-        """The first and last address and the name of each block that is not empty, in order."""
+        """Return the first and last address and the name of each block with elements, in order."""
         addresses = self.in_outputs_memory(regions.values())
         placed = (
             (start, stop, block)
@@ -240,7 +253,7 @@ class _Compiler:
     def joined_home(
         self, blocks: Sequence[Block], busy: Sequence[tuple[int, int]]
     ) -> Region | None:
-        """The homes of the blocks as one region; None if they are not adjacent, or busy."""
+        """Return the homes of the blocks as one region; None if they are not adjacent, or busy."""
         home = self.home
         for block in blocks:
             if block not in home:
@@ -260,11 +273,11 @@ class _Compiler:
         return regions
 
     def last_round(self, blocks: Iterable[Block]) -> int:
-        """The last round that needs the values that these blocks get now."""
+        """Return the last round that needs the values that these blocks get now."""
         return max(map(self.last_use, blocks), default=self.number)
 
     def last_use(self, block: Block) -> int:
-        """The last round that needs the value that the block gets now."""
+        """Return the last round that needs the value that the block gets now."""
         now, uses, ends = 2 * self.number + 1, self.outline.uses, self.outline.ends
         end = next((time for time in ends.get(block, ()) if time > now), math.inf)
         return max((time for time in uses.get(block, ()) if time <= end), default=now) // 2
@@ -322,7 +335,10 @@ class _Compiler:
         return _message(op, target)
 
     def without_home(self, blocks: Sequence[Block], is_combined: bool) -> list[Block]:
-        """The blocks without a home; of results, only those that are not in scratch already."""
+        """Return the blocks without a home.
+
+        If they are results, blocks that are in scratch already are left out.
+        """
         stay = [block for block in blocks if block not in self.home]
         return [b for b in stay if not (is_combined and self.place[b].buffer == "scratch")]
 
@@ -359,7 +375,7 @@ class _Compiler:
         places = [self.place[block] for block in op.blocks]
         targets = [self.home[block] for block in op.into if block in self.home]
         busy = self.in_outputs_memory(places)
-        if len(targets) < len(op.into) or not all(self.is_free(each, busy) for each in targets):
+        if len(targets) < len(op.into) or not all(self.is_free(target, busy) for target in targets):
             # Blocks with a home move there after the last round.
             last = len(self.outline.rounds) if targets else self.last_round(op.into)
             targets = self.take(op.into, last)
@@ -381,7 +397,7 @@ def _message(op: Operation, region: Region | None) -> Message:
 
 
 def _joined(regions: Iterable[Region]) -> Region | None:
-    """The regions as one, if they are adjacent and in order; None if not.  Skip empty ones."""
+    """Return the regions as one, without empty ones; None if they are not adjacent and in order."""
     joined: Region | None = None
     for region in regions:
         buffer, start, stop = region
@@ -398,7 +414,7 @@ Action = TypeVar("Action", Move, Combine)
 
 
 def _merged(actions: Iterable[Action]) -> tuple[Action, ...]:
-    """The actions, with consecutive actions on adjacent regions merged, and empty ones dropped."""
+    """Return the actions with consecutive ones on adjacent regions merged, without empty ones."""
     merged: list[Action] = []
     for action in actions:
         if action[0].start == action[0].stop:

@@ -46,7 +46,15 @@ class Kind(IntEnum):
 
 
 class Row(NamedTuple):
-    """One operation.  `round`: the round of the algorithm.  `slot`: the index of the request."""
+    """One operation.
+
+    Attributes
+    ----------
+    round : int
+        The round of the algorithm.
+    slot : int
+        The index of the request.
+    """
 
     kind: int
     round: int
@@ -78,12 +86,23 @@ class Direct(NamedTuple):
 class CallSpec(NamedTuple):
     """Everything that determines what a collective call does; hashable, and the key of all caches.
 
-    `counts`: elements; see `placement.compile_lane`.  `algorithm`, `options` and `segments`: see
-    `select.Choice`.  `chosen`: the algorithm as a caller names it.  `aliasing`: see
-    `placement.compile_lane`.  `shape`: the shape of the caller's array, or of one of its shards.
-    `label`: the name in the ledger, if it is not the collective's.  `blocking` and `out`: whether
-    the call blocks, and whether the caller passes `out`; they are only compared in checked mode.
-    `direct`: what runs instead if the ranks read each other's memory; None: the same.
+    Attributes
+    ----------
+    counts, aliasing
+        See `placement.compile_lane`; counts are of elements.
+    algorithm, options, segments
+        See `select.Choice`.
+    chosen : str
+        The algorithm as a caller names it.
+    shape : tuple of int
+        The shape of the caller's array, or of one of its shards.
+    label : str
+        The name in the ledger, if it is not the collective's.
+    blocking, out
+        Whether the call blocks, and whether the caller passes `out`; they are only compared in
+        checked mode.
+    direct : Direct or None
+        What runs instead if the ranks read each other's memory; None for the same.
     """
 
     collective: str
@@ -115,7 +134,7 @@ class CallSpec(NamedTuple):
         return self.label or self.collective, self.chosen
 
     def num_contributions(self, size: int) -> int:
-        """The number of arrays that a reduction on `size` ranks combines."""
+        """Return the number of arrays that a reduction on `size` ranks combines."""
         options: dict[str, Any] = dict(self.options)
         number: int = options.get("shards") or size
         return number
@@ -131,11 +150,20 @@ class CallSpec(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The operations of one rank.  `rows`: a table of int64, one `Row` in each row.
+    """The operations of one rank.
 
-    `num_rounds`: the rounds of the algorithm.  `num_slots`: the largest number of messages in
-    flight.  `num_scratch`: bytes of scratch.  `sent`: (round, destination, bytes, segments) of
-    every message of the schedule; it is sent as `segments` messages of MPI.
+    Attributes
+    ----------
+    rows : array of int64
+        A table with one `Row` in each row.
+    num_rounds : int
+        The rounds of the algorithm.
+    num_slots : int
+        The largest number of messages in flight.
+    num_scratch : int
+        The bytes of scratch.
+    sent : sequence of (round, destination, bytes, segments)
+        Every message of the schedule; it is sent as `segments` messages of MPI.
     """
 
     rows: NDArray[np.int64]
@@ -161,28 +189,28 @@ class Program:
     def check_arrays(self, source: Array, target: Array, scratch: Array | None) -> None:
         """Raise ScheduleError if a row reaches outside the input, the output or the scratch.
 
-        Every execution checks the arrays that it is given; the rows are read once.  `scratch`:
-        None: not checked, because a device needs less.
+        Every execution checks the arrays that it is given; the rows are read once.  With None for
+        `scratch` the scratch is not checked, because a device needs less.
         """
         num_scratch = self.num_scratch if scratch is None else scratch.nbytes
         sizes = source.nbytes, target.nbytes, num_scratch
         if any(map(gt, self.needed, sizes)):
-            found = zip(BUFFERS, self.needed, sizes, strict=True)
-            buffer, needed, size = next(each for each in found if each[1] > each[2])
+            buffers = zip(BUFFERS, self.needed, sizes, strict=True)
+            buffer, needed, size = next(entry for entry in buffers if entry[1] > entry[2])
             raise ScheduleError(
                 f"a program needs {needed} bytes of {buffer}, and is given {size}: "
                 "it was not compiled for these arrays"
             )
 
     def round_of(self, row: int) -> int:
-        """The round of a row; after the last row, the number of rounds."""
+        """Return the round of a row; after the last row, the number of rounds."""
         return self.listed[row].round if row < len(self.listed) else self.num_rounds
 
 
 def compile_call(spec: CallSpec, rank: int, size: int, *, is_kept: bool = True) -> Program:
-    """The program of one rank, from a cache of bounded size if the call is recurring.
+    """Return the program of one rank, from a cache of bounded size if the call is recurring.
 
-    `is_kept`: False: it is compiled, and not kept.
+    If `is_kept` is False, it is compiled, and not kept.
     """
     is_average = spec.op is not None and spec.op.is_average
     return (_compiled if spec.is_recurring and is_kept else _compiled.__wrapped__)(
@@ -209,7 +237,7 @@ def _compiled(
 
 
 def assembled(lanes: Lanes, itemsize: int, *, is_average: bool = False) -> Program:
-    """The program that runs a rank's lanes."""
+    """Return the program that runs a rank's lanes."""
     return _Assembler(lanes, itemsize, is_average).program()
 
 
@@ -235,7 +263,10 @@ class _Assembler:
             self.bases.append({**bases, "scratch": scratch})
 
     def _source(self) -> tuple[int, int]:
-        """The place of the input: scratch, if the output would overwrite it before it is read."""
+        """Return the place of the input.
+
+        It is in scratch if the output would overwrite the input before it is read.
+        """
         if not (self.lanes.copies_input and (num_read := _num_read(self.lanes))):
             return INPUT, 0
         place, size = (SCRATCH, self.num_scratch), num_read * self.itemsize
@@ -284,7 +315,7 @@ class _Assembler:
     def _messages(
         self, kind: int, number: int, at: int, messages: tuple[Message, ...], slot: int
     ) -> list[tuple[int, ...]]:
-        """The rows that post messages, cut as MPI needs it, in slots from `slot` on."""
+        """Return the rows that post messages, cut as MPI needs it, in slots from `slot` on."""
         bases, itemsize, most = self.bases[number], self.itemsize, self.most_bytes
         rows: list[tuple[int, ...]] = []
         for index, (peer, (name, first, stop)) in enumerate(messages):
@@ -352,7 +383,7 @@ def _most_messages(lanes: Sequence[Lane], most: int) -> int:
 
 
 def _num_read(lanes: Lanes) -> int:
-    """The number of elements of the input up to the last one that is read."""
+    """Return the number of elements of the input up to the last one that is read."""
     stops = [
         region.stop + number * lanes.stride
         for number, lane in enumerate(lanes.lanes)
@@ -363,33 +394,33 @@ def _num_read(lanes: Lanes) -> int:
 
 
 def _read(lane: Lane) -> Iterator[Region]:
-    """The regions that a lane reads."""
+    """Yield the regions that a lane reads."""
     yield from (message.region for step in lane.steps for message in step.sends)
     for action in _actions(lane):
         yield from action[:-1]
 
 
 def _num_written(lane: Lane) -> int:
-    """The number of elements of the output up to the last one that a lane fills."""
+    """Return the number of elements of the output up to the last one that a lane fills."""
     regions = [action[-1] for action in _actions(lane)]
     regions += (message.region for step in lane.steps for message in step.receives)
     return max((region.stop for region in regions if region.buffer == "output"), default=0)
 
 
 def _actions(lane: Lane) -> list[Move | Combine]:
-    """All copies and combinations of a lane."""
+    """Return all copies and combinations of a lane."""
     within = [action for step in lane.steps for action in (*step.packing, *step.finishing)]
     return [*lane.staying, *within, *lane.closing]
 
 
 def _aligned(num_bytes: int, itemsize: int) -> int:
-    """A number of bytes rounded up to whole cache lines and whole elements."""
+    """Return a number of bytes rounded up to whole cache lines and whole elements."""
     unit = math.lcm(_ALIGNMENT, itemsize)
     return -(-num_bytes // unit) * unit
 
 
 def extents(rows: NDArray[np.int64], num_slots: int) -> tuple[int, ...]:
-    """The bytes of the input, the output and the scratch that the rows read or write.
+    """Return the bytes of the input, the output and the scratch that the rows read or write.
 
     Raises ScheduleError if a row is wrong whatever the sizes are: its kind, buffer or slot does not
     exist, it begins before a buffer, or it writes to the input.

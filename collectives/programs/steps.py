@@ -12,7 +12,10 @@ Aliasing = int | Literal["none", "odd"]
 class OwnCounts(NamedTuple):
     """What one rank knows of an all-to-all: the elements to each rank, and from each rank.
 
-    `passing`: the blocks of other ranks that pass through this rank, and their elements.
+    Attributes
+    ----------
+    passing : tuple
+        The blocks of other ranks that pass through this rank, and their elements.
     """
 
     rank: int
@@ -68,9 +71,14 @@ class Step(NamedTuple):
 class Lane(NamedTuple):
     """The steps of one rank, then the `closing` moves.
 
-    `staying`: moves from input to output, which are made during the first round.  `num_scratch`:
-    elements of scratch.  `copies_input`: whether it needs a copy of the input, because the output
-    would overwrite it.
+    Attributes
+    ----------
+    staying : tuple of Move
+        Moves from input to output, which are made during the first round.
+    num_scratch : int
+        The elements of scratch.
+    copies_input : bool
+        Whether it needs a copy of the input, because the output would overwrite it.
     """
 
     steps: tuple[Step, ...]

@@ -50,25 +50,47 @@ def choose(
 ) -> Choice:
     """Return the `Choice` of a call: its algorithm and options, and the reason.
 
-        collectives.choose("all_reduce", None, size=4, num_bytes=1 << 20).label    # "ring"
-
-    - `collective`: its name.
-    - `text`: the algorithm that the caller names, such as "pipeline(segments=8)"; None: chosen by
-      size.
-    - `size`: the number of ranks.
-    - `num_bytes`: the n of the formulas: bytes of the whole vector.
-    - `operator`: of a reduction; one that does not commute needs an algorithm that keeps the order.
-    - `decisions`: what was measured, which counts before the built-in rules; None: only the rules.
-    - `topology`: the hosts of the ranks; None: all are on one host.
-    - `itemsize`: the bytes of an element.  More `segments` than a piece of the vector, or the mean
-      block, has elements are not used: some would be empty.
-    - `on_device`: whether the ranks read each other's arrays on GPUs.  What was measured there and
-      the rules for them choose, without segments.  On several hosts it makes no difference.
-
     What was measured on so many ranks comes first, then the least time predicted on the fitted
     machine, then what was measured on the nearest number of ranks, then the built-in rules.
 
-    Raises TypeError or ValueError if there is no such algorithm, or if it cannot serve.
+    Parameters
+    ----------
+    collective : str
+        The name of the collective.
+    text : str or None
+        The algorithm that the caller names, such as "pipeline(segments=8)"; None: chosen by size.
+    size : int
+        The number of ranks.
+    num_bytes : int
+        The n of the formulas: bytes of the whole vector.
+    operator : Operator, optional
+        The operator of a reduction; one that does not commute needs an algorithm that keeps the
+        order.
+    decisions : Decisions, optional
+        What was measured, which counts before the built-in rules.  None: only the rules.
+    topology : Topology, optional
+        The hosts of the ranks.  None: all are on one host.
+    itemsize : int
+        The bytes of an element.  More `segments` than a piece of the vector, or the mean block, has
+        elements are not used: some would be empty.
+    on_device : bool
+        Whether the ranks read each other's arrays on GPUs.  What was measured there and the rules
+        for them choose, without segments.  On several hosts it makes no difference.
+
+    Returns
+    -------
+    Choice
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there is no such algorithm, or if it cannot serve.
+
+    Examples
+    --------
+    >>> import collectives
+    >>> collectives.choose("all_reduce", None, size=4, num_bytes=1 << 20).label
+    'ring'
     """
     if topology is not None and len(topology.host_of) != size:
         topology.check_size(size)
@@ -84,37 +106,43 @@ def choose(
     limits = _limits(collective, decisions, hosts)
     limit = limits[bisect_left(limits, num_bytes)]
     key = collective, size, limit, is_free, decisions, topology, hosts
-    found, reason = _default(*key, registry.generation())
-    choice = _with_options(found, reason, size, num_bytes, topology, itemsize)
-    return _in_one_piece(choice, found) if hosts.have_devices else choice
+    named, reason = _default(*key, registry.generation())
+    choice = _with_options(named, reason, size, num_bytes, topology, itemsize)
+    return _in_one_piece(choice, named) if hosts.have_devices else choice
 
 
-def _in_one_piece(choice: Choice, found: NamedAlgorithm) -> Choice:
-    """The choice for devices: the only segments are those that a measured label names."""
-    is_cut = "segments" in choice.options and "segments" not in found.options
+def _in_one_piece(choice: Choice, named: NamedAlgorithm) -> Choice:
+    """Return the choice for devices: the only segments are those that a measured label names."""
+    is_cut = "segments" in choice.options and "segments" not in named.options
     one = {"segments": 1} if is_cut else {}
     return choice._replace(options={**choice.options, **one}, segments=1)
 
 
 def _with_options(
-    found: NamedAlgorithm,
+    named: NamedAlgorithm,
     reason: str,
     size: int,
     num_bytes: int,
     topology: Topology | None,
     itemsize: int = 1,
 ) -> Choice:
-    """The choice of an algorithm, with the options and segments that depend on n and the hosts."""
-    chosen = {**options(found.algorithm, size, num_bytes, topology), **found.options}
-    if isinstance(named := found.options.get("segments"), int):
-        num_parts = _num_parts(found.algorithm, size, tuple(found.options.items()))
-        chosen["segments"] = max(1, min(named, -(-(num_bytes // itemsize) // num_parts)))
-    segments = num_lanes(found.algorithm, size, num_bytes, tuple(chosen.items()))
-    return Choice(found.algorithm, chosen, found.label, reason, segments)
+    """Return the choice of an algorithm.
+
+    It has the options and segments that depend on n and the hosts.
+    """
+    chosen = {**options(named.algorithm, size, num_bytes, topology), **named.options}
+    if isinstance(num_named := named.options.get("segments"), int):
+        num_parts = _num_parts(named.algorithm, size, tuple(named.options.items()))
+        chosen["segments"] = max(1, min(num_named, -(-(num_bytes // itemsize) // num_parts)))
+    segments = num_lanes(named.algorithm, size, num_bytes, tuple(chosen.items()))
+    return Choice(named.algorithm, chosen, named.label, reason, segments)
 
 
 def num_bytes_of(counts: Counts, itemsize: int) -> int:
-    """The n of the formulas: bytes of the vector, of all blocks, or of one all-to-all input."""
+    """Return the n of the formulas.
+
+    It is the bytes of the vector, of all blocks, or of one all-to-all input.
+    """
     if isinstance(counts, int):
         return counts * itemsize
     if isinstance(counts, CountOfEachBlock):
@@ -128,7 +156,7 @@ def num_bytes_of(counts: Counts, itemsize: int) -> int:
 
 @lru_cache(maxsize=256)
 def _limits(collective: str, decisions: Decisions | None, hosts: Hosts) -> list[float]:
-    """The sizes at which the choice may change, in order; between two of them it is the same."""
+    """Return the sizes at which the choice may change, in order; between two it is the same."""
     limits = set(map(attrgetter("largest"), rules(collective, hosts)))
     if decisions is None:
         return sorted(limits)
@@ -148,14 +176,14 @@ def _default(
     hosts: Hosts,
     generation: int,
 ) -> tuple[NamedAlgorithm, str]:
-    """The algorithm that comes first and can run, and the reason.
+    """Return the algorithm that comes first and can run, and the reason.
 
-    `is_free`: whether the order of combining does not matter.  `generation`: the version of the
-    registry, because algorithms can be registered again under their names.
+    `is_free` says whether the order of combining does not matter.  `generation` is the version of
+    the registry, because algorithms can be registered again under their names.
     """
     call = collective, size, num_bytes
-    found = () if decisions is None else _found(*call, decisions, topology)
-    for label, reason in chain(found, by_rules(*call, hosts)):
+    measured = () if decisions is None else _found(*call, decisions, topology)
+    for label, reason in chain(measured, by_rules(*call, hosts)):
         named = parse_default(collective, label)
         is_allowed = is_free or named.algorithm.is_ordered
         if is_allowed and named.serves(size) and _has_valid_pieces(named, size):
@@ -164,7 +192,7 @@ def _default(
 
 
 def _has_valid_pieces(named: NamedAlgorithm, size: int) -> bool:
-    """Whether an algorithm does not cut into too many pieces on so many ranks."""
+    """Return whether an algorithm does not cut into too many pieces on so many ranks."""
     try:
         named.algorithm.case(size, **named.options)
     except ValueError:
@@ -173,7 +201,7 @@ def _has_valid_pieces(named: NamedAlgorithm, size: int) -> bool:
 
 
 def _hosts(topology: Topology | None, size: int, on_device: bool = False) -> Hosts:
-    """The hosts as the rules know them."""
+    """Return the hosts as the rules know them."""
     if topology is None or topology.num_hosts == 1:
         return Hosts(1, size, on_device)
     return Hosts(topology.num_hosts, topology.max_per_host)
@@ -182,7 +210,7 @@ def _hosts(topology: Topology | None, size: int, on_device: bool = False) -> Hos
 def _found(
     collective: str, size: int, num_bytes: float, decisions: Decisions, topology: Topology | None
 ) -> Iterator[tuple[str, str]]:
-    """What measurements say, best first, each with a text for the reason."""
+    """Yield what measurements say, best first, each with a text for the reason."""
     ranks = Ranks(size, 1 if topology is None else topology.num_hosts)
     yield from decisions.ranked(collective, ranks, num_bytes)
     if (machine := decisions.machine_for(topology)) is not None:
@@ -201,40 +229,44 @@ def predicted(
     topology: Topology | None = None,
     labels: Iterable[str] = (),
 ) -> list[tuple[str, float]]:
-    """The algorithms that can run, and the predicted seconds of each, the least first.
+    """Return the algorithms that can run, and the predicted seconds of each, the least first.
 
-    `labels`: the algorithms with options that are included.
+    `labels` are algorithms with options that are included.
     """
-    found = {
+    serving = {
         label: named
         for label in dict.fromkeys((*algorithms.names(collective), *labels))
         if (named := parse_label(collective, label)).serves(size)
     }
     hosts = None if topology is None else topology.host_of
     choices = {
-        label: _with_options(named, "", size, num_bytes, topology) for label, named in found.items()
+        label: _with_options(named, "", size, num_bytes, topology)
+        for label, named in serving.items()
     }
     seconds = {
         label: cost.price_call(choice, size, num_bytes, machine, hosts)
         for label, choice in choices.items()
     }
-    return sorted(seconds.items(), key=lambda each: each[1])
+    return sorted(seconds.items(), key=lambda entry: entry[1])
 
 
 def options(
     algorithm: Algorithm, size: int, num_bytes: int, topology: Topology | None = None
 ) -> dict[str, Option]:
-    """The options that are not given: the hosts, and a number of segments that fit in the cache."""
-    found: dict[str, Option] = {}
+    """Return the options that are not given.
+
+    They are the hosts, and a number of segments that fit in the cache.
+    """
+    added: dict[str, Option] = {}
     if "per_host" in algorithm.options:
-        found["per_host"] = topology or Topology.consecutive(size, size)
+        added["per_host"] = topology or Topology.consecutive(size, size)
     if "segments" in algorithm.options:
-        found["segments"] = _num_segments(algorithm, size, num_bytes)
-    return found
+        added["segments"] = _num_segments(algorithm, size, num_bytes)
+    return added
 
 
 def _num_segments(algorithm: Algorithm, size: int, num_bytes: int) -> int:
-    """The number of segments of a size that fits in the cache.
+    """Return the number of segments of a size that fits in the cache.
 
     Every number of segments of a registered algorithm must be proved when it is first used, so
     only a few numbers are used, and none for which the proof takes long.
@@ -252,9 +284,9 @@ def _num_segments(algorithm: Algorithm, size: int, num_bytes: int) -> int:
 def _num_parts(
     algorithm: Algorithm, size: int, options: tuple[tuple[str, Option], ...] = ()
 ) -> int:
-    """The number of pieces of a vector, or of all blocks, before they are cut into segments.
+    """Return the number of pieces of a vector, or of all blocks, before segments are cut.
 
-    `options`: those that are given with the name of the algorithm.
+    `options` are those that are given with the name of the algorithm.
     """
     given: dict[str, Any] = {**dict(options), "segments": 1}
     num_pieces = algorithm.case(size, **given).num_pieces
@@ -267,17 +299,26 @@ def _num_parts(
 def check(
     collective: str, text: str, size: int, operator: Operator | None = None
 ) -> NamedAlgorithm:
-    """The named algorithm.  Raises TypeError or ValueError if it does not exist or cannot serve."""
-    found = parse_label(collective, text)
-    if (restriction := restriction_of(found, size, operator)) is not None:
-        raise ValueError(f"{collective} by {found.label} {restriction}")
-    return found
+    """Return the named algorithm.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it does not exist or cannot serve.
+    """
+    named = parse_label(collective, text)
+    if (restriction := restriction_of(named, size, operator)) is not None:
+        raise ValueError(f"{collective} by {named.label} {restriction}")
+    return named
 
 
 def local(collective: str, text: str | None) -> str | None:
-    """The named algorithm, or the default, for ranks that know only their own counts.
+    """Return the named algorithm, or the default, for ranks that know only their own counts.
 
-    Raises ValueError if the named algorithm needs the counts of all ranks.
+    Raises
+    ------
+    ValueError
+        If the named algorithm needs the counts of all ranks.
     """
     if text is None:
         return LOCAL_DEFAULTS.get(collective)
@@ -295,27 +336,31 @@ def local(collective: str, text: str | None) -> str | None:
 
 
 def is_local(collective: str, text: str) -> bool:
-    """Whether a rank needs only its own counts for this algorithm."""
+    """Return whether a rank needs only its own counts for this algorithm."""
     return parse_label(collective, text).algorithm.is_local
 
 
 def with_shards(collective: str, text: str | None, shards: object) -> str | None:
-    """The algorithm of a call with this number of logical shards, which becomes its option.
+    """Return the algorithm of a call with this number of logical shards, which becomes its option.
 
-    None of both: the call has none.  Raises TypeError or ValueError if the number is wrong, or if
-    the algorithm does not combine along the fixed tree.
+    The call has no shards if `shards` is None, and names no algorithm if `text` is None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If the number is wrong, or if the algorithm does not combine along the fixed tree.
     """
     if shards is None:
         if text is not None:
             parse_default(collective, text)
         return text
-    found = None if text is None else parse_label(collective, text)
-    named = 0 if found is None else found.options.get("shards", 0)
+    given = None if text is None else parse_label(collective, text)
+    named = 0 if given is None else given.options.get("shards", 0)
     number = validation.integer(shards, "shards")
     if number < 1 or named not in (0, number):
         raise ValueError(f"shards must be {named or 'at least 1'}, got {number}")
     serving = [name for name in algorithms.names(collective) if _takes_shards(collective, name)]
-    name = serving[0] if found is None else found.algorithm.name
+    name = serving[0] if given is None else given.algorithm.name
     if name not in serving:
         known = ", ".join(serving)
         raise ValueError(f"{collective} by {text} takes no shards; those that do: {known}")
@@ -327,10 +372,10 @@ def _takes_shards(collective: str, name: str) -> bool:
 
 
 def sends_counts_ahead(collective: str, text: str) -> bool:
-    """Whether the counts of blocks can travel ahead of them, the way that the blocks will take.
+    """Return whether the counts of blocks can travel ahead of them, the way that they will take.
 
     That is so in an all-to-all that sends blocks on.  Algorithms that cut blocks into a number of
-    pieces that depends on the size are not among them, and those of users may do so.
+    pieces that depends on the size are not among them, and algorithms of users may do so.
     """
     algorithm = parse_label(collective, text).algorithm
     if collective != "all_to_all" or algorithm.is_local or "segments" in algorithm.options:
@@ -339,11 +384,11 @@ def sends_counts_ahead(collective: str, text: str) -> bool:
 
 
 def restriction_of(
-    found: NamedAlgorithm, size: int, operator: Operator | None = None
+    named: NamedAlgorithm, size: int, operator: Operator | None = None
 ) -> str | None:
-    """Why an algorithm cannot serve `size` ranks or this operator, as text; None if it can."""
-    algorithm = found.algorithm
-    if not found.serves(size):
+    """Return why an algorithm cannot serve `size` ranks or this operator; None if it can."""
+    algorithm = named.algorithm
+    if not named.serves(size):
         return f"serves {algorithm.ranks_in_words} only, not {size}"
     if operator is not None and not (operator.is_commutative or algorithm.is_ordered):
         return f"needs a commutative operator; {operator.name} is not"
@@ -359,17 +404,26 @@ preferences = _preferred.get  # returns all pairs, hashable
 
 @contextmanager
 def using(**algorithms: str) -> Iterator[None]:
-    """Choose the algorithms of calls inside a `with` block that name none.
+    """Return a context manager in which calls that name no algorithm use these.
 
+    If `with` blocks are nested, the inner one counts.  The choice belongs to the thread (or task)
+    that makes it; what the library sends for itself is not affected.  If an algorithm cannot serve
+    a call, that call raises ValueError, as if it had named it.
+
+    Parameters
+    ----------
+    **algorithms : str
+        For each collective, an algorithm as a call names it.  All ranks use the same.
+
+    Raises
+    ------
+    ValueError
+        For an unknown collective or algorithm.
+
+    Examples
+    --------
         with collectives.using(all_reduce="ring", broadcast="pipeline(segments=8)"):
             ...
-
-    `algorithms`: for each collective, an algorithm as a call names it.  All ranks use the same.  Of
-    nested blocks the inner one counts.  The choice belongs to the thread (or task) that makes it;
-    what the library sends for itself is not affected.
-
-    Returns a context manager.  Raises ValueError for an unknown collective or algorithm.  If an
-    algorithm cannot serve a call, that call raises ValueError, as if it had named it.
     """
     labels = [
         (collective, parse_label(collective, text).label) for collective, text in algorithms.items()
@@ -382,7 +436,7 @@ def using(**algorithms: str) -> Iterator[None]:
 
 
 def preferred(collective: str) -> str | None:
-    """The preferred algorithm of calls that name none; None: choose."""
+    """Return the preferred algorithm of calls that name none; None to choose."""
     for name, label in _preferred.get():
         if name == collective:
             return label
