@@ -10,6 +10,8 @@ from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from collectives.launch.mpirun import find_mpirun
 
+pytestmark = pytest.mark.ranks(n="num_ranks")
+
 ROOT = Path(__file__).parents[2]
 
 
