@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -108,8 +109,9 @@ def special(kind: np.dtype[Any]) -> np.ndarray:
     return np.array(bits, f"u{kind.itemsize}").view(kind)
 
 
+@cache
 def ordinary(kind: np.dtype[Any], num_elements: int, seed: int) -> np.ndarray:
-    """At random; sums and products of floats neither overflow nor vanish."""
+    """At random, not to be changed; sums and products of floats neither overflow nor vanish."""
     random = np.random.default_rng(seed)
     if kind.kind in "biu":
         values = random.integers(0, 256, num_elements * kind.itemsize, dtype=np.uint8).view(kind)
