@@ -14,7 +14,7 @@ from collectives.launch import launch
 
 ROOT = Path(__file__).parent.parent.parent
 RANKS = 3
-WARM_UP, STEPS = 4_000, 6_400  # the first fill the caches and pools, which are all bounded
+WARM_UP, STEPS = 4_000, 6_800  # the first fill the caches and pools, which are all bounded
 # From the end of the warm-up to the end.  A leak of one array of 512 bytes, or of two Python
 # objects, in every call would be twice as much.
 MAX_BYTES, MAX_BLOCKS = 2 * 2**20, 8_000
