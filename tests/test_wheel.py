@@ -18,7 +18,12 @@ import pytest
 from collectives.launch.mpirun import find_mpirun
 from tests.docs.test_documents import EXAMPLE
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("wheel"), pytest.mark.ranks(n=2)]
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("wheel"),
+    pytest.mark.ranks(n=2),
+    pytest.mark.slow,
+]
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["collectives", "parallel", "moe", "bench"]

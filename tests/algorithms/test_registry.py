@@ -21,6 +21,7 @@ from tests.algorithms.catalogue import EVERY, LARGE, cases, each_algorithm
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_formulas_agree_with_counting(collective: str, name: str) -> None:
     for size, options in cases(collective, name, up_to=64, large=LARGE):
         # No root costs more than root 0.  That is seen on up to 16 ranks.
@@ -48,6 +49,7 @@ def test_a_formula_that_is_right_for_one_size_only_is_noticed(cost: str, lucky: 
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_scratch_is_bounded_as_stated(collective: str, name: str) -> None:
     entry = algorithms.info(collective, name)
     assert entry.scratch_bytes is not None

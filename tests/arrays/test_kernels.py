@@ -129,6 +129,7 @@ def padded(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("function", "name"), COMBINATIONS)
+@pytest.mark.slow
 def test_special_values_are_combined_as_numpy_combines_them(
     function: str, name: str, placement: str
 ) -> None:
@@ -138,6 +139,7 @@ def test_special_values_are_combined_as_numpy_combines_them(
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("function", "name"), COMBINATIONS)
+@pytest.mark.slow
 def test_arrays_of_all_lengths_are_combined_as_numpy_combines_them(
     function: str, name: str, placement: str
 ) -> None:

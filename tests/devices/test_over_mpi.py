@@ -84,6 +84,7 @@ def test_the_host_time_of_calls_is_measured() -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
 @pytest.mark.on_open_mpi
 @pytest.mark.ranks(n="num_ranks")
+@pytest.mark.slow
 def test_every_algorithm_is_right_over_mpi(num_ranks: int) -> None:
     JOBS.check(EVERY[0], num_ranks)
 

@@ -18,7 +18,7 @@ from collectives.launch.mpirun import defaults, find_mpirun
 from parallel.checkpoint import latest
 from tests.parallel.checkpoint.test_checkpoint import loaded, make, on_ranks, saved, state, whole
 
-pytestmark = pytest.mark.ranks(n=2)
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.slow]
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -10,7 +10,7 @@ import pytest
 
 from collectives.launch import launch
 
-pytestmark = pytest.mark.ranks(n=2)
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.slow]
 
 GIB = 2**30
 NEEDED = 10 * GIB  # 7 for both ranks, and something for everybody else

@@ -164,6 +164,7 @@ def test_what_is_sent_is_what_was_predicted(job: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(n=2)
+@pytest.mark.slow
 def test_a_schedule_that_computes_another_thing_than_one_rank_sends_what_was_predicted(
     tmp_path: Path,
 ) -> None:

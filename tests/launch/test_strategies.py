@@ -17,7 +17,7 @@ from tests.launch.strategies_program import CHOSEN, EVERY, EXACT
 
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 # Beyond the time limit of a launch.
-pytestmark = [pytest.mark.timeout(270), pytest.mark.ranks(n="num_ranks")]
+pytestmark = [pytest.mark.timeout(270), pytest.mark.ranks(n="num_ranks"), pytest.mark.slow]
 
 EQUAL = (
     "predicted = recorded = observed by MPI, to the byte"

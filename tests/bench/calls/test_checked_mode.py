@@ -22,6 +22,7 @@ def test_every_size_has_plan_and_call_in_every_mode() -> None:
 
 
 @pytest.mark.ranks(n=2)
+@pytest.mark.slow
 def test_the_benchmark_runs_on_two_ranks() -> None:
     done = launch(
         2,

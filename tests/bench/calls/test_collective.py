@@ -17,7 +17,7 @@ from collectives import algorithms
 from collectives.launch import TIMED_OUT, launch
 from tests.bench.parsing import parsed
 
-pytestmark = pytest.mark.ranks(n=2)
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = Path(__file__).with_name("collective_program.py")

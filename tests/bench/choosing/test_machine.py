@@ -21,7 +21,7 @@ from collectives.launch import launch
 from collectives.selection.decisions import Decisions, Ranks
 from collectives.simulation import OTHER_HOST, SAME_HOST, Link, Machine
 
-pytestmark = [pytest.mark.ranks(n=2), pytest.mark.on_open_mpi]
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.on_open_mpi, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 4096

@@ -26,7 +26,7 @@ from bench.workloads.collective import Case
 from collectives.launch import TIMED_OUT, launch
 from docs.generate import measured
 
-pytestmark = [pytest.mark.ranks(n=2), pytest.mark.on_open_mpi]
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.on_open_mpi, pytest.mark.slow]
 
 PROGRAM = str(Path(__file__).with_name("other_libraries_program.py"))
 FAULTS = (

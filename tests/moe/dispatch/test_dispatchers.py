@@ -42,6 +42,7 @@ HOSTS = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 2), (4, 1), (8, 2), (8, 4)]
 
 
 @pytest.mark.parametrize(("name", "hosts", "dtype"), pairwise(GATES, HOSTS, CLOSE))
+@pytest.mark.slow
 def test_hierarchical_dispatch_is_as_on_one_rank(
     name: str, hosts: tuple[int, int], dtype: str
 ) -> None:

@@ -45,6 +45,8 @@ from tests.parallel.training import (
     zeropp,
 )
 
+pytestmark = pytest.mark.slow
+
 EXACT: dict[str, Make] = {
     "server-sync": SyncParameterServer,
     "ddp": ddp,
