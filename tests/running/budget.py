@@ -54,12 +54,14 @@ class Budget:
         """Take places for a job when so many are free; all, if it has more ranks than places.
 
         One process at a time takes places.  So small jobs that come later do not keep a large one
-        waiting, and two jobs do not wait for the places of each other.
+        waiting, and two jobs do not wait for the places of each other.  Who needs none does not
+        wait for its turn.
         """
-        with ExitStack() as places:
-            with ExitStack() as turn:
+        with ExitStack() as places, ExitStack() as turn:
+            if num_ranks:
                 self._take(["turn"], 1, turn)
                 self._take(self._places, min(num_ranks, len(self._places)), places)
+                turn.close()
             yield
 
     def _take(self, names: list[str], number: int, taken: ExitStack) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,9 @@ def started_by(words: Sequence[Any]) -> int:
     """Return how many ranks a command starts; 0 if it starts no job."""
     text = [str(word) for word in words]
     starts = [place for place, word in enumerate(text) if Path(word).name in STARTERS]
-    if not starts or "-n" not in text[starts[0] :]:
-        return 0
-    return int(text[text.index("-n", starts[0]) + 1])
+    options = text[starts[0] :] if starts else []
+    numbers = [value for option, value in pairwise(options) if option == "-n"]
+    return int(numbers[0]) if numbers and numbers[0].isdecimal() else 0
 
 
 class Jobs:

@@ -61,6 +61,7 @@ def test_small_jobs_that_come_later_do_not_keep_a_large_one_waiting(
     assert waits(large)
     small = threads.submit(begin, budget, 1)
     assert waits(small)
+    begin(budget, 0).close()  # a test without a job begins at once
     first.close()
     large.result(timeout=30).close()
     small.result(timeout=30).close()

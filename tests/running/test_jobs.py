@@ -21,6 +21,8 @@ ROOT = Path(__file__).parents[2]
         ("ip netns exec h python -m collectives.launch -n 4 x.py", 4),
         ("python -m pytest -n 2", 0),
         ("mpirun --version", 0),
+        ("mpirun -n", 0),
+        ("python -m collectives.launch -n many x.py", 0),
     ],
 )
 def test_the_ranks_of_a_command_are_counted(command: str, ranks: int) -> None:
