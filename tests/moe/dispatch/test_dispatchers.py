@@ -112,6 +112,7 @@ def test_a_row_that_is_lost_or_doubled_is_noticed(
 
 
 @pytest.mark.parametrize(("name", "size", "hidden"), pairwise(GATES, SIZES, [1, 40]))
+@pytest.mark.slow
 def test_cheaper_dispatch_sends_weights_or_tokens(name: str, size: int, hidden: int) -> None:
     """Whichever are fewer bytes, and one number for each rank to decide."""
     setup = Setup(name, size=size, hidden=hidden)
