@@ -31,8 +31,9 @@ def on_threads(jobs: list[Job]) -> None:
     collectives.run(every, jobs[0].size, timeout=60)
 
 
-@pytest.mark.parametrize("size", range(1, 10))
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in range(4, 10))]
+)
 def test_every_algorithm_gives_the_serial_result(size: int) -> None:
     on_threads(all_jobs(size))
 
