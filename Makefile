@@ -30,17 +30,26 @@ TORCH_FILE  := tests/torch/requirements-$(TORCH).txt
 TABLES := build/tables
 BOTH    = $(foreach mpi,openmpi mpich,$(TABLES)/$(1)-$(mpi).json)
 
-.PHONY: help ready demo test torch gpu lint docs tables site clean
+# What one runs first: tests of one process, of threads, and of jobs of up to two ranks.
+FIRST := not slow and not pages and not site and (not ranks or ranks(n=0) or ranks(n=1) or ranks(n=2))
+
+.PHONY: help ready demo quick test torch gpu lint docs tables site clean
 
 help: ## say this
 	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' Makefile
-	@echo '  MPI=openmpi|mpich, PYTHON=python3 and ARGS="..." (for demo, test, torch, gpu and docs) may be given.'
+	@echo '  MPI=openmpi|mpich, PYTHON=python3 and ARGS="..." (for demo, quick, test, torch, gpu and docs) may be given.'
 
 ready: $(READY) ## only set everything up
 
 demo: $(READY) ## watch collectives at work, with every byte accounted for
 	@$(RUN) -m collectives.warm
 	$(RUN) -m bench demo $(ARGS)
+
+quick: $(READY) ## check style, and run the tests that are quick, on up to 2 ranks, in two minutes
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check --quiet .
+	@$(RUN) -m collectives.warm
+	$(RUN) -m pytest -n 2 --dist worksteal -q -m "$(FIRST)" $(ARGS)
 
 test: $(READY) ## run the tests
 	@$(RUN) -m collectives.warm

@@ -24,6 +24,10 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 from tests import hygiene
 from tests.cluster.network import why_not
+from tests.running import durations, order
+from tests.running.budget import Budget, folder_of_places, number_of_places
+from tests.running.jobs import Jobs
+from tests.running.remaining import Remaining
 
 HERE = Path(__file__).parent
 
@@ -79,6 +83,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
     # Proofs make millions of tuples and no cycles; looking for these took a sixth of the time.
     gc.set_threshold(50_000, 20, 100)
+    if is_rank(config):
+        return
+    config.pluginmanager.register(Jobs(Budget(folder_of_places(), number_of_places())))
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Remaining(config))
+
+
+def is_rank(config: pytest.Config) -> bool:
+    """Whether this process is a rank of a job that runs tests."""
+    return bool(config.getoption("--with-mpi", default=False))
 
 
 def pytest_collection_finish() -> None:
@@ -86,18 +100,13 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest tests, which have a time limit of their own.
-
-    At the end one process would still run them, and the others would have nothing to do.
-    """
-    items.sort(key=lambda item: item.get_closest_marker("timeout") is None)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    order.sort(items, durations.of_last_run(config))
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
     # Whether a cluster can be made is tried, which not every rank of a job should do.
-    is_rank = config.getoption("--with-mpi", default=False)
-    missing = "this is a rank of a job" if is_rank else missing_for_a_cluster()
+    missing = "this is a rank of a job" if is_rank(config) else missing_for_a_cluster()
     return [
         f"cluster tier: {f'NOT RUN, {missing}' if missing else 'run'}",
         f"GPU tier: {'run' if has_gpu() else 'NOT RUN, no CuPy with a CUDA device here'}",
@@ -114,9 +123,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     if collection_path == HERE / "mpi":
-        return None if config.getoption("--with-mpi", default=False) else True
+        return None if is_rank(config) else True
     if collection_path == HERE / "torch":
-        return None if has_torch() and config.getoption("--with-mpi", default=False) else True
+        return None if has_torch() and is_rank(config) else True
     if collection_path == HERE / "gpu":
         return None if has_gpu() else True
     if collection_path == HERE / "cluster":

@@ -114,6 +114,8 @@ def test_what_is_left_on_threads_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(150)
+@pytest.mark.ranks(n=2)
+@pytest.mark.slow
 def test_what_is_left_over_mpi_is_noticed(tmp_path: Path) -> None:
     path = written(tmp_path, OVER_MPI, "tests.mpi.conftest")
     done = run_suite(2, path, "--rootdir", str(tmp_path), timeout=120)

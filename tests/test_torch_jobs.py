@@ -22,6 +22,8 @@ from tests.chaos import __main__ as chaos
 from tests.chaos.drawing import Job, Step
 from tests.docs.pages import blocks
 
+pytestmark = pytest.mark.ranks(n=3)
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "torch.md"
 SCRIPT, OPTIONS, BUDGET = blocks(PAGE)
@@ -490,6 +492,7 @@ def test_the_example_with_options_runs(tmp_path: Path) -> None:
     assert "dissemination" in done.stdout
 
 
+@pytest.mark.on_open_mpi
 def test_the_budget_of_the_page_is_kept_and_can_fail(tmp_path: Path) -> None:
     path = tmp_path / "test_budget.py"
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
@@ -502,6 +505,7 @@ def test_the_budget_of_the_page_is_kept_and_can_fail(tmp_path: Path) -> None:
     assert failed.returncode != 0 and "sent 32768 bytes, expected 16384" in failed.stdout
 
 
+@pytest.mark.on_open_mpi
 def test_the_traffic_of_the_page_is_what_the_command_prints() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bench", "torch_traffic", "--wide"],

@@ -18,7 +18,12 @@ import pytest
 from collectives.launch.mpirun import find_mpirun
 from tests.docs.test_documents import EXAMPLE
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.xdist_group("wheel")]
+pytestmark = [
+    pytest.mark.timeout(400),
+    pytest.mark.xdist_group("wheel"),
+    pytest.mark.ranks(n=2),
+    pytest.mark.slow,
+]
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ["collectives", "parallel", "moe", "bench"]
@@ -96,12 +101,14 @@ def test_the_example_of_the_readme_runs(job: list[str | Path], tmp_path: Path) -
     assert "0 1.0 example all_reduce 8 4000000" in done.stdout.splitlines()
 
 
+@pytest.mark.on_open_mpi
 def test_a_model_is_trained_with_its_traffic(job: list[str | Path], tmp_path: Path) -> None:
     done = run(*job, "-m", "parallel.train", "--strategy", "zero2", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "predicted = recorded, to the byte" in done.stdout
 
 
+@pytest.mark.on_open_mpi
 def test_the_benchmark_measures(job: list[str | Path], tmp_path: Path) -> None:
     sizes = ["-b", "8", "-e", "64", "-f", "8"]
     done = run(*job, "-m", "bench", "all_reduce", "--algorithm", "ring", *sizes, cwd=tmp_path)
@@ -114,6 +121,7 @@ def test_the_commands_are_listed(python: Path, tmp_path: Path) -> None:
     assert done.returncode == 0 and "Train a small GPT" in done.stdout, done.stderr
 
 
+@pytest.mark.on_open_mpi
 def test_a_dependency_that_is_not_declared_is_noticed(wheel: Path, tmp_path: Path) -> None:
     poorer = tmp_path / wheel.name
     with zipfile.ZipFile(wheel) as whole, zipfile.ZipFile(poorer, "w") as part:

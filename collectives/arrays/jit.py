@@ -197,17 +197,21 @@ class _LockedCache:
     """numba's cache of one function, in which only one process writes at a time.
 
     When numba compiles it calls `load_overload`, and `save_overload` if that returns None.
+    Functions of this library are loaded without the declarations that only compiling needs.
     """
 
     def __init__(self, numbas: Any, name: str) -> None:
         self.cache_path = numbas.cache_path
         self._numbas = numbas
         self._name = name
+        self._is_of_library = name.startswith("collectives.")
         self._lock_file = Path(numbas.cache_path) / LOCK_FILE
         self._held = ExitStack()
         self._is_damaged = False
 
     def load_overload(self, signature: object, context: object) -> Any:
+        if self._is_of_library:
+            context = _LoadingContext(context)
         with _locked(self._lock_file, fcntl.LOCK_SH):
             overload = self._load(signature, context)
         if overload is None:
@@ -236,6 +240,29 @@ class _LockedCache:
     def release(self) -> None:
         """Release the lock, so that other processes load what this one has saved."""
         self._held.close()
+
+
+class _LoadingContext:
+    """numba's context of a compilation, which is made ready to load code and not to compile it.
+
+    numba makes it ready to compile before it loads anything: it imports the declarations of all
+    functions that Python and NumPy have, which takes five times as long as to load.  Loaded code
+    refers to symbols.  Those of numba's memory management are there after `refresh` of this class,
+    and functions of this library refer to no others.  A function of a user may: a symbol that is
+    missing ends the process.
+    """
+
+    def __init__(self, context: object) -> None:
+        self._context = context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    def refresh(self) -> None:
+        """Make the context ready to load; numba calls this first."""
+        from numba.core.runtime import rtsys  # noqa: PLC0415
+
+        rtsys.initialize(self._context)
 
 
 @contextmanager

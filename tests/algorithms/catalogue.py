@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import cycle, islice, product
 
 import pytest
 
@@ -46,9 +46,10 @@ def cuts_pairs(entry: algorithms.Algorithm) -> bool:
 def cases(
     collective: str, name: str, up_to: int, large: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, int]]]:
-    """(size, options): every size up to `up_to`; with other options up to 16, and `large`.
+    """(size, options): every size up to `up_to`; with other options up to 16, and two of `large`.
 
-    If all p x p blocks of an all-to-all are cut, only sizes up to 24.
+    Settings take turns with the large sizes, as each of these takes as long as all small ones.  If
+    all p x p blocks of an all-to-all are cut, only sizes up to 24.
     """
     entry = algorithms.info(collective, name)
     if cuts_pairs(entry):
@@ -56,8 +57,9 @@ def cases(
     for size in range(1, up_to + 1):
         if entry.serves(size):
             yield size, {}
+    turns = cycle(large)
     for options in settings(collective, name):
-        for size in (*range(1, 17), *large):
+        for size in (*range(1, 17), *islice(turns, 2)):
             if entry.serves(size, **options):
                 yield size, options
 

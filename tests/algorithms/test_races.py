@@ -70,6 +70,7 @@ def steps(collective: str, name: str) -> Iterator[tuple[Step, Offset]]:
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_nothing_arrives_where_something_else_arrives_or_leaves(collective: str, name: str) -> None:
     assert not any(races(step, offset) for step, offset in steps(collective, name))
 

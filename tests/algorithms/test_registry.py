@@ -21,9 +21,11 @@ from tests.algorithms.catalogue import EVERY, LARGE, cases, each_algorithm
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_formulas_agree_with_counting(collective: str, name: str) -> None:
     for size, options in cases(collective, name, up_to=64, large=LARGE):
-        places = [0, size // 3, *([size // 2, size - 1] if size <= 16 else [])]
+        # No root costs more than root 0.  That is seen on up to 16 ranks.
+        places = [0, size // 3, size // 2, size - 1] if size <= 16 else [0]
         roots = dict.fromkeys(places if SPECS[collective].is_rooted else [None])
         compare(algorithms.info(collective, name), size, roots, **options)
 
@@ -47,6 +49,7 @@ def test_a_formula_that_is_right_for_one_size_only_is_noticed(cost: str, lucky: 
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_scratch_is_bounded_as_stated(collective: str, name: str) -> None:
     entry = algorithms.info(collective, name)
     assert entry.scratch_bytes is not None

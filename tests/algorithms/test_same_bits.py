@@ -28,6 +28,7 @@ def num_differing(name: str, size: int, dtype: str) -> int:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", PROMISING)
+@pytest.mark.slow
 def test_all_ranks_get_the_same_bits(name: str, dtype: str) -> None:
     sizes = [size for size in SIZES if algorithms.info("all_reduce", name).serves(size)]
     assert [num_differing(name, size, dtype) for size in sizes] == [0] * len(sizes)

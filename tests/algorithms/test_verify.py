@@ -24,6 +24,7 @@ def many_ranks(entry: algorithms.Algorithm) -> list[int]:
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_every_algorithm_is_proved(collective: str, name: str) -> None:
     num_proved = 0
     for size, options in cases(collective, name, up_to=40, large=[24, 31, 32, 33, 40]):
@@ -34,6 +35,7 @@ def test_every_algorithm_is_proved(collective: str, name: str) -> None:
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_algorithms_without_a_root_are_proved_for_many_ranks(collective: str, name: str) -> None:
     entry = algorithms.info(collective, name)
     for size in filter(entry.serves, [] if SPECS[collective].is_rooted else many_ranks(entry)):

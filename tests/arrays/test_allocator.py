@@ -111,6 +111,7 @@ def test_threads_never_get_the_same_memory(allocator: CachingAllocator) -> None:
     assert wrong == []
 
 
+@pytest.mark.slow
 def test_memory_may_come_back_in_the_middle_of_a_function_of_the_allocator(
     allocator: CachingAllocator,
 ) -> None:

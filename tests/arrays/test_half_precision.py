@@ -63,6 +63,7 @@ BOTH_WAYS = pytest.mark.usefixtures("_way")
 @BOTH_WAYS
 @BOTH
 @FUNCTIONS
+@pytest.mark.slow
 def test_every_number_combined_with_some_hundred_others_is_rounded_once(
     kind: np.dtype[Any], name: str
 ) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import logging
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -112,6 +115,42 @@ def test_where_it_cannot_compile_it_says_why(
     without_numba(monkeypatch)
     with pytest.raises(RuntimeError, match=r"adding\(1\) cannot be compiled: numba cannot be"):
         compiler(adding(1), "int64(int64)")
+
+
+LOADED = """
+import sys
+import numpy as np
+from collectives import warm
+from collectives.arrays import jit
+assert warm.COMMAND.main([]) == 0
+print("numba.np.linalg" in sys.modules)
+def median(x):
+    return np.median(np.sort(x)) + np.random.randint(0, 1)
+compiled = jit.function(median, "float64(float64[::1])")
+assert compiled(np.array([3.0, 1.0, 2.0])) == 2.0
+print("numba.np.linalg" in sys.modules)
+"""
+
+
+def test_what_only_compiling_needs_is_not_loaded_with_the_librarys_functions(
+    tmp_path: Path,
+) -> None:
+    """A user's function in the same process has it, where it is compiled and where it is loaded."""
+    (tmp_path / "program.py").write_text(LOADED)
+    of_first_run, of_second_run = (
+        subprocess.run(
+            [sys.executable, tmp_path / "program.py"],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=True,
+        )
+        for _ in range(2)
+    )
+    assert "compiling __main__.median" in of_first_run.stderr
+    assert "compiling" not in of_second_run.stderr
+    assert of_second_run.stdout.split() == ["False", "True"]
 
 
 def test_the_lock_is_free_after_compiling(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -109,8 +110,9 @@ def special(kind: np.dtype[Any]) -> np.ndarray:
     return np.array(bits, f"u{kind.itemsize}").view(kind)
 
 
+@cache
 def ordinary(kind: np.dtype[Any], num_elements: int, seed: int) -> np.ndarray:
-    """At random; sums and products of floats neither overflow nor vanish."""
+    """At random, not to be changed; sums and products of floats neither overflow nor vanish."""
     random = np.random.default_rng(seed)
     if kind.kind in "biu":
         values = random.integers(0, 256, num_elements * kind.itemsize, dtype=np.uint8).view(kind)
@@ -128,6 +130,7 @@ def padded(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("function", "name"), COMBINATIONS)
+@pytest.mark.slow
 def test_special_values_are_combined_as_numpy_combines_them(
     function: str, name: str, placement: str
 ) -> None:
@@ -137,6 +140,7 @@ def test_special_values_are_combined_as_numpy_combines_them(
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("function", "name"), COMBINATIONS)
+@pytest.mark.slow
 def test_arrays_of_all_lengths_are_combined_as_numpy_combines_them(
     function: str, name: str, placement: str
 ) -> None:

@@ -35,6 +35,7 @@ def on_threads(jobs: list[Job]) -> None:
 
 
 @pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.slow
 def test_an_operator_that_is_not_commutative_is_applied_in_rank_order(size: int) -> None:
     on_threads(ordered_jobs(size))
 

@@ -15,7 +15,8 @@ from tests.chaos import injecting
 from tests.chaos.__main__ import Environment, run
 from tests.chaos.drawing import ENDING, FAULTS, SURVIVED, Job, Step
 
-pytestmark = pytest.mark.timeout(400)  # each step of a job has its own limit, and is reported
+# Each step of a job has its own limit, and is reported.
+pytestmark = [pytest.mark.timeout(400), pytest.mark.ranks(n=4)]
 
 HERE = Environment(sys.executable, find_mpirun().vendor, has_torch=False)
 # One job for each end, with all kinds of faults before it; and one that is drawn: on Open MPI ranks
@@ -78,6 +79,7 @@ def test_faults_are_survived(name: str, tmp_path: Path) -> None:
 # Negative controls.  `test_judging.py` has one for everything that is judged, without a job.
 
 
+@pytest.mark.on_open_mpi
 def test_a_hang_on_purpose_is_noticed(tmp_path: Path) -> None:
     job = Job("hang", 2, (Step("collectives", "stop", 1, sabotage="hang"),))
     outcome = run(job, tmp_path / "job", hang_seconds=5.0)
@@ -86,6 +88,7 @@ def test_a_hang_on_purpose_is_noticed(tmp_path: Path) -> None:
     assert outcome.survived == []
 
 
+@pytest.mark.on_open_mpi
 def test_what_goes_wrong_on_purpose_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,8 @@ from collectives.launch.mpirun import find_mpirun
 from tests.cluster.network import Cluster, cluster, namespaces
 from tests.test_mpi_tier import SUITE
 
+pytestmark = pytest.mark.ranks(n=8)
+
 ROOT = Path(__file__).parent.parent.parent
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 ENV = {"PYTHONPATH": str(ROOT)}
@@ -55,12 +57,15 @@ def test_interfaces_of_hosts_count_what_the_ledger_records(
     assert min(recorded) > 2**21 and agree(recorded, observed), (recorded, observed)
 
 
+@pytest.mark.on_open_mpi
 def test_interfaces_notice_a_call_that_was_not_recorded(four_hosts: Cluster) -> None:
     recorded, observed = traffic(four_hosts)[0.8]
     assert not agree(recorded, observed), (recorded, observed)
 
 
-@pytest.mark.parametrize("shape", CORE)
+@pytest.mark.parametrize(
+    "shape", ["four_hosts", pytest.param("three_times_two", marks=pytest.mark.on_open_mpi)]
+)
 def test_the_core_of_the_suite_passes(shape: str, request: pytest.FixtureRequest) -> None:
     file, *only = CORE[shape]
     path = str(ROOT / "tests" / "mpi" / file)
@@ -71,12 +76,14 @@ def test_the_core_of_the_suite_passes(shape: str, request: pytest.FixtureRequest
     assert done.returncode == 0 and summary is not None and int(summary[1]) > 20, output
 
 
+@pytest.mark.on_open_mpi
 def test_the_benchmark_finds_no_wrong_element(four_times_two: Cluster) -> None:
     sizes = ["-b", "64K", "-e", "64K", "--algorithm", "ring", "--native"]
     done = four_times_two.run(["-m", "bench", "all_reduce", *sizes, *FEW], env=ENV)
     assert done.returncode == 0 and "ring" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.on_open_mpi
 def test_training_on_three_axes_sends_what_was_predicted(four_times_two: Cluster) -> None:
     done = four_times_two.run(
         ["-m", "parallel.train", *TRAINING, *SMALL],

@@ -73,6 +73,7 @@ def test_few_elements_and_primes_give_the_serial_result(collective: str, size: i
 
 
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.slow
 def test_every_algorithm_serves_about_one_element_per_rank(size: int) -> None:
     counts = [1, size + 1]
     on_threads(
@@ -114,6 +115,7 @@ def test_small_elements_fill_segments(collective: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("collective", "name"), [each for each in ALGORITHMS if each[0] in REDUCTIONS]
 )
+@pytest.mark.slow
 def test_every_reduction_serves_a_short_last_segment(collective: str, name: str) -> None:
     count = 6 * fitting("float64") + 7
     is_even, *_, is_uneven_and_in_place = jobs_of(collective, name, 4, count, "float64")

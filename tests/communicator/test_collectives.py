@@ -31,11 +31,14 @@ def on_threads(jobs: list[Job]) -> None:
     collectives.run(every, jobs[0].size, timeout=60)
 
 
-@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, *(pytest.param(size, marks=pytest.mark.slow) for size in range(4, 10))]
+)
 def test_every_algorithm_gives_the_serial_result(size: int) -> None:
     on_threads(all_jobs(size))
 
 
+@pytest.mark.slow
 def test_every_algorithm_gives_the_serial_result_on_sixteen_ranks() -> None:
     on_threads(all_jobs(16)[::2])  # of two jobs that differ in one thing, one
 
@@ -52,6 +55,7 @@ def test_the_jobs_give_every_option_another_value() -> None:
 
 @settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(jobs(range(1, 17)))
+@pytest.mark.slow
 def test_random_jobs_give_the_serial_result(job: Job) -> None:
     on_threads([job])
 
@@ -69,6 +73,7 @@ def test_every_dtype_can_be_moved(collective: str) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [3, 40_000, 400_000])
+@pytest.mark.slow
 def test_the_default_algorithm_gives_the_serial_result_at_every_size(num_rows: int) -> None:
     for size in (1, 2, 4, 6):
         rows = {"gather": (num_rows,) * size, "all_gather": (num_rows,) * size}

@@ -24,6 +24,7 @@ def on_threads(body: Any) -> None:
 
 @settings(max_examples=500, **QUICK)
 @given(arguments.cases())
+@pytest.mark.slow
 def test_a_call_is_served_or_refused_by_all_ranks(case: arguments.Case) -> None:
     arguments.check(case, SIZE, on_threads)
 

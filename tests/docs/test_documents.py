@@ -41,6 +41,8 @@ def run(example: str, num_ranks: int, tmp_path: Path) -> CompletedProcess[str]:
 # Examples
 
 
+@pytest.mark.ranks(n=4)
+@pytest.mark.on_open_mpi
 def test_the_example_runs(tmp_path: Path) -> None:
     done = run(EXAMPLE, 4, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -51,10 +53,14 @@ def test_the_example_runs(tmp_path: Path) -> None:
     assert "3 6.0 example reduce_scatter 6 3000000" in lines
 
 
+@pytest.mark.ranks(n=1)
+@pytest.mark.on_open_mpi
 def test_on_one_rank_the_example_shows_a_sum_and_sends_nothing(tmp_path: Path) -> None:
     assert run(EXAMPLE, 1, tmp_path).stdout == "rank 0 of 1 has the sum 0.0\n"
 
 
+@pytest.mark.ranks(n=3)
+@pytest.mark.on_open_mpi
 def test_an_algorithm_of_ones_own_takes_fifteen_lines(tmp_path: Path) -> None:
     done = run(EXTENSION, 3, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -87,6 +93,8 @@ def test_a_test_of_traffic_passes_and_fails_as_shown() -> None:
     exec(comparison, names)
 
 
+@pytest.mark.ranks(n=1)
+@pytest.mark.on_open_mpi
 def test_without_its_second_half_it_is_refused_as_shown(tmp_path: Path) -> None:
     lines = EXTENSION.splitlines()
     (second,) = (number for number, line in enumerate(lines) if "size - 1, 0, -1" in line)
@@ -95,6 +103,8 @@ def test_without_its_second_half_it_is_refused_as_shown(tmp_path: Path) -> None:
     assert done.returncode != 0 and refusal in done.stderr
 
 
+@pytest.mark.ranks(n=2)
+@pytest.mark.on_open_mpi
 def test_the_training_example_runs(tmp_path: Path) -> None:
     done = run(TRAINING, 2, tmp_path)
     assert done.returncode == 0, done.stderr
@@ -102,6 +112,8 @@ def test_the_training_example_runs(tmp_path: Path) -> None:
     assert first.split()[:2] == ["0", second.split()[1]] and "'gradients': " in first
 
 
+@pytest.mark.ranks(n=1)
+@pytest.mark.on_open_mpi
 def test_the_examples_of_divided_models_print_what_one_rank_computes(tmp_path: Path) -> None:
     pages = [PAGES_OF_TRAINING / name for name in ("axes.md", "pipelines.md")]
     done = run("\n".join(block for page in pages for block in blocks(page)), 1, tmp_path)
@@ -115,12 +127,16 @@ def test_the_examples_of_divided_models_print_what_one_rank_computes(tmp_path: P
     assert [line for line in lines if line not in of_ranks] == ["27 3 [4, 4, 4, 4]"]
 
 
+@pytest.mark.ranks(n=1)
+@pytest.mark.on_open_mpi
 def test_the_examples_of_layers_print_what_is_shown(tmp_path: Path) -> None:
     done = run("\n".join(blocks(PAGES_OF_TRAINING / "layers.md")), 1, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[True, True]", "rowwise 0.201", "tensorwise 13.032"]
 
 
+@pytest.mark.ranks(n=4)
+@pytest.mark.on_open_mpi
 def test_the_traffic_of_the_readme_is_what_the_command_prints(tmp_path: Path) -> None:
     """Without what MPI has observed where the MPI has no counters."""
     _, _, shown = blocks(ROOT / "README.md", "text")

@@ -94,6 +94,7 @@ def failed(outcomes: Iterator[Outcome]) -> list[str]:
 
 @pytest.mark.timeout(0)  # each command has its own
 @pytest.mark.parametrize("group", [*parameters()])
+@pytest.mark.slow
 def test_a_command_ends_with_status_0(group: list[Command], tmp_path: Path) -> None:
     assert failed(pages.run(group, tmp_path)) == []
 

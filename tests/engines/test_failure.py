@@ -8,6 +8,8 @@ import pytest
 
 from collectives.launch import launch
 
+pytestmark = pytest.mark.ranks(n="num_ranks")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -33,6 +33,7 @@ def test_only_ranks_of_one_open_mpi_host_leave_networks_out(
     assert os.environ.get(CHOICE) == chosen
 
 
+@pytest.mark.ranks(n=2)
 def test_a_launched_rank_leaves_networks_out_before_mpi_starts(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

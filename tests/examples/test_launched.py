@@ -10,6 +10,8 @@ import pytest
 from tests.launch.test_layouts import run_commands
 from tests.launch.test_strategies import EQUAL
 
+pytestmark = [pytest.mark.ranks(n=8), pytest.mark.on_open_mpi]
+
 IMAGES, STUDENTS = "examples.images.__main__", "examples.students.__main__"
 MODEL = "--wide --steps 3 --batch 8 --hidden 16 --layers 2 --dtype float64"
 

@@ -38,6 +38,9 @@ def test_programs_after_one_that_fails_run_in_another_job() -> None:
 
 @pytest.mark.timeout(130)
 @pytest.mark.parametrize("place", ["fake", "kernels on fake"])
+@pytest.mark.ranks(n=2)
+@pytest.mark.on_open_mpi
+@pytest.mark.slow
 def test_every_program_is_right_on_the_fake_gpu(place: str) -> None:
     names = [*PROGRAMS, *ALONE]
     command = [PROGRAM, place, *names]

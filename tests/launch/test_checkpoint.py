@@ -10,11 +10,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from collectives.launch.mpirun import defaults, find_mpirun
 from parallel.checkpoint import latest
 from tests.parallel.checkpoint.test_checkpoint import loaded, make, on_ranks, saved, state, whole
+
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.slow]
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -18,6 +18,8 @@ from collectives.doctor.job import alike, link, placed, started, used_gpus
 from collectives.launch.mpirun import find_mpirun
 from collectives.schedule import Topology
 
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.slow]
+
 ROOT = Path(__file__).parent.parent.parent
 
 

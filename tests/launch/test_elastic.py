@@ -15,6 +15,8 @@ from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import TIMED_OUT, launch
 from collectives.launch.mpirun import find_mpirun
 
+pytestmark = pytest.mark.ranks(n=4)
+
 ROOT = Path(__file__).parent.parent.parent
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 

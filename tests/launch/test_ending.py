@@ -8,6 +8,8 @@ import pytest
 
 from collectives.launch import launch
 
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.slow]
+
 PROGRAM = str(Path(__file__).parent / "ending_program.py")
 
 

@@ -9,6 +9,8 @@ import pytest
 from bench.commands.jobs import environment
 from collectives.launch import gpus, launch
 
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.slow]
+
 PROGRAM = """
 import os
 from mpi4py import MPI

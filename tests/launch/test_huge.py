@@ -10,6 +10,8 @@ import pytest
 
 from collectives.launch import launch
 
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.slow]
+
 GIB = 2**30
 NEEDED = 10 * GIB  # 7 for both ranks, and something for everybody else
 ROOT = Path(__file__).parent.parent.parent

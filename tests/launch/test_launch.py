@@ -25,6 +25,8 @@ from collectives.launch import job as launcher
 from collectives.launch.command import COMMAND
 from collectives.launch.mpirun import MpiNotFound, Mpirun, find_mpirun
 
+pytestmark = pytest.mark.ranks(n=3)
+
 Script = Callable[..., str]  # (source, name="program.py") -> path
 
 LAUNCH = [sys.executable, "-m", "collectives.launch"]

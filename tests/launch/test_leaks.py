@@ -14,12 +14,13 @@ from collectives.launch import launch
 
 ROOT = Path(__file__).parent.parent.parent
 RANKS = 3
-WARM_UP, STEPS = 6_000, 8_800  # the first fill the caches and pools, which are all bounded
+WARM_UP, STEPS = 4_000, 6_800  # the first fill the caches and pools, which are all bounded
 # From the end of the warm-up to the end.  A leak of one array of 512 bytes, or of two Python
 # objects, in every call would be twice as much.
 MAX_BYTES, MAX_BLOCKS = 2 * 2**20, 8_000
 
-pytestmark = pytest.mark.timeout(300)  # half a minute where nobody else computes
+# Half a minute where nobody else computes.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.ranks(n=3)]
 
 
 def reports(warm_up: int, steps: int, *leak: str) -> list[dict[str, Any]]:
@@ -58,6 +59,7 @@ def test_ten_thousand_calls_leak_nothing() -> None:
         assert growth(report, "blocks") < MAX_BLOCKS, report["samples"]
 
 
+@pytest.mark.on_open_mpi
 def test_leaks_on_purpose_are_noticed() -> None:
     for report in reports(100, 800, "leak"):
         text = "\n".join(report["left"])

@@ -17,6 +17,8 @@ from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from collectives.launch.mpirun import find_mpirun
 
+pytestmark = pytest.mark.ranks(n=3)
+
 IS_OPEN_MPI = find_mpirun().vendor == "openmpi"
 
 Seen = dict[str, Any]  # situation -> [messages, bytes] by destination, or an error's sentence

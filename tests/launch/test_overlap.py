@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from bench.commands.jobs import environment
 from collectives.diagnostics.mpi_counters import MPIRUN_ARGS
 from collectives.launch import launch
 from moe.generate import COMMAND
 from tests.launch.test_strategies import EQUAL, IS_OPEN_MPI
+
+pytestmark = [pytest.mark.ranks(n=4), pytest.mark.on_open_mpi]
 
 MODEL = "--moe switch --experts 4 --moe-every 1"
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from collectives.launch import launch
+
+pytestmark = pytest.mark.ranks(n=2)
 
 PROGRAM = str(Path(__file__).parent / "path_program.py")
 

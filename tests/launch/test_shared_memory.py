@@ -8,6 +8,8 @@ import pytest
 
 from collectives.launch import launch
 
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.slow]
+
 PROGRAM = """
 import os, pathlib, signal, sys, time
 from mpi4py import MPI

@@ -12,6 +12,8 @@ from collectives import algorithms
 from collectives.launch import launch
 from collectives.launch.command import COMMAND
 
+pytestmark = pytest.mark.ranks(n=3)
+
 PROGRAM = Path(__file__).parent / "unmodified_program.py"
 SOURCE = PROGRAM.read_text().splitlines()
 

@@ -105,6 +105,7 @@ LARGE_MIXTURE = (*LARGE, "--moe-every", "1", "--moe", "switch")
         ("--mesh", "pipe=2", "--schedule", "zb-h1", "--shared-experts", "2"),
     ],
 )
+@pytest.mark.slow
 def test_the_memory_of_large_arrays_is_predicted(words: tuple[str, ...]) -> None:
     assert run(*LARGE_MIXTURE, *(() if "--mesh" in words else ("--mesh", "expert=2")), *words) == 0
 
@@ -240,6 +241,7 @@ def test_options_that_cannot_work_are_refused(words: tuple[str, ...], message: s
         (("--strategy", "server-sync"), ("--bucket-bytes", "9")),
     ],
 )
+@pytest.mark.slow
 def test_a_mesh_that_is_advised_works(refused: tuple[str, ...], kept: tuple[str, ...]) -> None:
     """Each axis, stage and name in the sentence, in place of the words that are refused."""
     words = ("--moe", "switch", "--moe-every", "1", *kept)

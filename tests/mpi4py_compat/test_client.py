@@ -17,7 +17,7 @@ import pytest
 
 from collectives.launch import launch
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.ranks(n=3), pytest.mark.on_open_mpi]
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "pylops-mpi==0.8.0"

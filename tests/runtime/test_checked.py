@@ -221,6 +221,7 @@ def test_ranks_of_which_one_has_another_mode_are_told() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+@pytest.mark.slow
 def test_checked_mode_changes_no_program(scenario: Body, size: int) -> None:
     checked(scenario, size, "finite" if size == 4 else True)
 

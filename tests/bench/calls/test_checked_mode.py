@@ -21,6 +21,8 @@ def test_every_size_has_plan_and_call_in_every_mode() -> None:
     assert made.rows[0][:3] == (8, pytest.approx(1.0), pytest.approx(2.0))
 
 
+@pytest.mark.ranks(n=2)
+@pytest.mark.slow
 def test_the_benchmark_runs_on_two_ranks() -> None:
     done = launch(
         2,

@@ -17,6 +17,8 @@ from collectives import algorithms
 from collectives.launch import TIMED_OUT, launch
 from tests.bench.parsing import parsed
 
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.slow]
+
 ROOT = Path(__file__).resolve().parents[3]
 PROGRAM = Path(__file__).with_name("collective_program.py")
 
@@ -61,6 +63,7 @@ def test_uneven_blocks_are_measured_beside_mpi(uneven):
 
 
 @pytest.mark.timeout(220)
+@pytest.mark.on_open_mpi
 def test_every_collective_on_a_device_is_measured(tmp_path):
     job = run(tmp_path, "device", timeout=200)
     assert job.returncode == 0, job.stdout + job.stderr

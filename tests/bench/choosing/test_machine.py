@@ -21,6 +21,8 @@ from collectives.launch import launch
 from collectives.selection.decisions import Decisions, Ranks
 from collectives.simulation import OTHER_HOST, SAME_HOST, Link, Machine
 
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.on_open_mpi, pytest.mark.slow]
+
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT = 4096
 EAGER = Link(LIMIT, 2e-7, 2e-11, 5e-7, 3e-7, 4e-10)

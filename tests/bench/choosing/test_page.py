@@ -6,6 +6,8 @@ import math
 import re
 from pathlib import Path
 
+import pytest
+
 import collectives
 from bench.choosing.tune import PARTS
 from collectives.launch import launch
@@ -27,6 +29,9 @@ def measured_on(number: int) -> dict[Ranks, Measured]:
     return {Ranks(number): Measured({}, {"all_reduce": ROWS})}
 
 
+@pytest.mark.ranks(n=2)
+@pytest.mark.on_open_mpi
+@pytest.mark.slow
 def test_the_example_loads_a_file_and_prints_what_is_shown(tmp_path: Path) -> None:
     decisions = Decisions(measured_on(2), Fitted({}, MACHINE))
     (tmp_path / "decisions.json").write_text(decisions.to_json())

@@ -17,6 +17,8 @@ from collectives.selection.decisions import Decisions, Ranks
 from collectives.selection.machine_file import Fitted, as_json
 from collectives.simulation import Link, Machine
 
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.on_open_mpi, pytest.mark.slow]
+
 ROOT = Path(__file__).resolve().parents[3]
 QUICK = ["-b", "8", "-e", "64K", "-f", "8192", "--seconds", "1"]
 LIMIT = 724  # between 8 and 65536

@@ -26,6 +26,8 @@ from bench.workloads.collective import Case
 from collectives.launch import TIMED_OUT, launch
 from docs.generate import measured
 
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.on_open_mpi, pytest.mark.slow]
+
 PROGRAM = str(Path(__file__).with_name("other_libraries_program.py"))
 FAULTS = (
     "right",

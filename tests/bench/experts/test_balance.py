@@ -66,6 +66,7 @@ def test_dropped_choices_count_as_choices_and_not_as_load(data: text.Bytes) -> N
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=lambda scheme: scheme.name)
+@pytest.mark.slow
 def test_every_scheme_is_measured(scheme: Scheme, data: text.Bytes) -> None:
     """Choices are those of all tokens and blocks; a run is a function of its seed."""
     course = train(scheme, 1, SMALL, data)

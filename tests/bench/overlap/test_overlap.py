@@ -12,6 +12,8 @@ from bench.overlap.other_work import KINDS
 from bench.overlap.results import Overlap, cores_in_words
 from collectives.launch import launch
 
+pytestmark = [pytest.mark.ranks(n=2), pytest.mark.on_open_mpi, pytest.mark.slow]
+
 ROOT = Path(__file__).resolve().parents[3]
 
 

@@ -365,6 +365,8 @@ def test_without_mpi_what_to_install_is_said(monkeypatch, capsys):
     assert capsys.readouterr().err == "python -m bench speed: pip install one\n"
 
 
+@pytest.mark.ranks(n=4)
+@pytest.mark.on_open_mpi
 def test_a_quick_run_measures_everything(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(command, "find_spec", lambda name: None)  # PyTorch takes long to import
     path = tmp_path / "speed.json"
@@ -383,6 +385,8 @@ def test_a_quick_run_measures_everything(tmp_path, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("job", [PAIR, CROWD, WAYS, MPI4PY])
+@pytest.mark.ranks(n=4)
+@pytest.mark.on_open_mpi
 def test_wrong_elements_fail_the_command(tmp_path, job):
     command = [str(PROGRAM), str(tmp_path), "swept", job]
     env = {"PYTHONPATH": str(ROOT)}

@@ -21,6 +21,8 @@ from bench.torch.transformer import num_wrong
 from collectives.launch import bootstrap, launch
 from tests.bench.parsing import parsed
 
+pytestmark = [pytest.mark.on_open_mpi, pytest.mark.ranks(n=2), pytest.mark.slow]
+
 # Runs the first job, but the group of "ring" has no other rank.
 ALONE = """
 import sys

@@ -364,6 +364,8 @@ def run_of(tmp_path):
     return run_of
 
 
+@pytest.mark.ranks(n=4)
+@pytest.mark.on_open_mpi
 def test_a_small_run_has_the_costs_of_a_ring(run_of, capsys):
     """By ring among four ranks in pairs; 16 bytes of loss to the own pair, and to the other one."""
     result, cost = run_of("ddp", 4)
@@ -377,6 +379,8 @@ def test_a_small_run_has_the_costs_of_a_ring(run_of, capsys):
     assert f"| ddp      |        {cost.sent:.3f} |          {cost.between:.3f} |" in said
 
 
+@pytest.mark.ranks(n=4)
+@pytest.mark.on_open_mpi
 def test_an_asynchronous_server_costs_the_same_in_any_number_of_steps(run_of):
     """A worker pulls and pushes Psi elements, and 16 bytes; the last broadcast is of no step."""
     result, cost = run_of("server-async", 2)
@@ -384,6 +388,8 @@ def test_an_asynchronous_server_costs_the_same_in_any_number_of_steps(run_of):
     assert cost.sent == pytest.approx((4 + 16 / result["parameters"]) / 8, rel=1e-12)
 
 
+@pytest.mark.ranks(n=4)
+@pytest.mark.on_open_mpi
 def test_a_run_that_fails_is_status_1(capsys):
     assert run("--only", "ddp", "--text", "/no/such/text") == 1
     said = capsys.readouterr().out

@@ -42,6 +42,7 @@ HOSTS = [(1, 1), (2, 2), (2, 1), (3, 3), (3, 1), (4, 2), (4, 1), (8, 2), (8, 4)]
 
 
 @pytest.mark.parametrize(("name", "hosts", "dtype"), pairwise(GATES, HOSTS, CLOSE))
+@pytest.mark.slow
 def test_hierarchical_dispatch_is_as_on_one_rank(
     name: str, hosts: tuple[int, int], dtype: str
 ) -> None:
@@ -111,6 +112,7 @@ def test_a_row_that_is_lost_or_doubled_is_noticed(
 
 
 @pytest.mark.parametrize(("name", "size", "hidden"), pairwise(GATES, SIZES, [1, 40]))
+@pytest.mark.slow
 def test_cheaper_dispatch_sends_weights_or_tokens(name: str, size: int, hidden: int) -> None:
     """Whichever are fewer bytes, and one number for each rank to decide."""
     setup = Setup(name, size=size, hidden=hidden)

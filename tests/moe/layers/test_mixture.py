@@ -59,6 +59,7 @@ def label(value: Any) -> str:
         where=lambda name, padding, *_: padding != "capacity" or name in PADDED,
     ),
 )
+@pytest.mark.slow
 def test_outputs_losses_and_derivatives_are_as_on_one_rank(
     name: str, padding: str, size: int, dtype: str
 ) -> None:

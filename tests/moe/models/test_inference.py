@@ -114,12 +114,14 @@ LAYOUTS: list[dict[str, int]] = [
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 @pytest.mark.parametrize("axes", LAYOUTS)
+@pytest.mark.slow
 def test_text_does_not_depend_on_the_mesh(axes: dict[str, int], temperature: float) -> None:
     """Of 5 texts, also on 8 ranks, of which some have none; weights and traffic as predicted."""
     check(run("switch", temperature=temperature, **axes), alone("switch", temperature).texts)
 
 
 @pytest.mark.parametrize("name", SAMPLED)
+@pytest.mark.slow
 def test_every_gate_gives_the_text_of_one_rank(name: str) -> None:
     check(run(name, expert=2, tensor=2), alone(name).texts)
 

@@ -22,6 +22,8 @@ from tests.moe.routing.tables import digests
 from tests.parallel.layouts import CLIP, End, Setup, check_as_one_rank, check_equal, with_optimizer
 from tests.parallel.training import CONTEXT
 
+pytestmark = pytest.mark.slow
+
 PADDED = ["gshard", "switch", "expert-choice", "v-moe", "stable"]
 OPTIMIZERS = {"sgd": partial(SGD, lr=0.5, momentum=0.9), "adam": Adam}
 EXPERTS = 4

@@ -168,6 +168,7 @@ def compare(
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(("axes", "per_host"), MESHES)
+@pytest.mark.slow
 def test_a_layer_sends_what_is_said(axes: dict[str, int], per_host: int, options: str) -> None:
     log = routed("stable", OPTIONS[options].get("payload", "same"))
     compare(step_of(log), axes, per_host, **OPTIONS[options])

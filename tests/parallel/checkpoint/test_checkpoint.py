@@ -663,6 +663,7 @@ print(before, after, torn)
 '''
 
 
+@pytest.mark.slow
 def test_wherever_a_rank_is_killed_a_whole_checkpoint_is_there(tmp_path: Path) -> None:
     """At each line of saving and of removing, one after the other."""
     command = [sys.executable, "-c", ANYWHERE, str(tmp_path)]

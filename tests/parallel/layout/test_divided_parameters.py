@@ -194,6 +194,7 @@ def serial(recipe: Recipe | None = None) -> list[float]:
 
 @every
 @pytest.mark.parametrize(("size", "tensor"), [(4, 2), (6, 3), (8, 2)])
+@pytest.mark.slow
 def test_losses_traffic_and_memory_are_as_predicted(name: str, size: int, tensor: int) -> None:
     recipe = Recipe(num_micro_batches=2, clip=0.1)  # smaller than the gradient: the norm counts
     ends, of_one_rank = run(name, size, tensor, recipe), serial(recipe)
@@ -363,6 +364,7 @@ def boxes(trainer: Trainer, root: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("saved", LAYOUTS)
 @pytest.mark.parametrize("loaded", LAYOUTS)
+@pytest.mark.slow
 def test_a_checkpoint_of_any_layout_is_loaded_with_any_other(
     saved: tuple[str, int, int], loaded: tuple[str, int, int], tmp_path: Path
 ) -> None:

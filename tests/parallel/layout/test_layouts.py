@@ -60,6 +60,7 @@ def test_every_layout_of_1_to_8_ranks_is_a_case() -> None:
 
 
 @pytest.mark.parametrize(("pipe", "data", "tensor", "optimizer", "is_tied"), CASES)
+@pytest.mark.slow
 def test_losses_and_parameters_are_those_of_one_rank(
     pipe: int, data: int, tensor: int, optimizer: str, is_tied: bool
 ) -> None:
@@ -135,6 +136,7 @@ def test_without_one_sum_the_result_is_another(axis: str, layout: dict[str, int]
 @pytest.mark.parametrize(
     ("pipe", "data", "tensor"), [(1, 1, 2), (1, 1, 3), (1, 1, 5), (2, 1, 2), (1, 2, 3), (2, 2, 2)]
 )
+@pytest.mark.slow
 def test_sequence_parallelism_trains_as_one_rank(
     form: str, pipe: int, data: int, tensor: int
 ) -> None:
@@ -157,6 +159,7 @@ CONTEXT_LAYOUTS = [  # pipe, data, context, tensor
 
 @pytest.mark.parametrize("attention", ["ring", "ulysses"])
 @pytest.mark.parametrize("layout", CONTEXT_LAYOUTS, ids=str)
+@pytest.mark.slow
 def test_context_parallelism_trains_as_one_rank(attention: str, layout: tuple[int, ...]) -> None:
     """With sequence parallelism where there are tensor ranks: parts of parts of each row."""
     axes = tuple(zip(("pipe", "data", "context", "tensor"), layout, strict=True))
@@ -199,6 +202,7 @@ SYNCHRONOUS = [name for name in SCHEDULES if name != "pipedream"]
 
 @pytest.mark.parametrize("name", SYNCHRONOUS)
 @pytest.mark.parametrize("layout", [(4, 1, 1), (2, 2, 2)])
+@pytest.mark.slow
 def test_every_schedule_trains_as_one_rank(name: str, layout: tuple[int, int, int]) -> None:
     """Tied, with two stages and two micro-batches for each rank, it equals one rank."""
     twice = 2 * layout[0]

@@ -76,6 +76,7 @@ def check(setup: Setup, ends: list[End]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(24))
+@pytest.mark.slow
 def test_any_combination_agrees_with_one_rank_and_with_its_prediction(seed: int) -> None:
     setup = drawn(seed)
     check(setup, setup.run())

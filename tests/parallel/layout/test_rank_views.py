@@ -67,6 +67,7 @@ def trained(
 
 
 @pytest.mark.parametrize("seed", range(16))
+@pytest.mark.slow
 def test_ranks_that_do_not_exist_send_and_keep_what_real_ones_do(seed: int) -> None:
     run = drawn(seed)
     size = int(np.prod(list(run["axes"].values())))

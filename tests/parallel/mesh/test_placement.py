@@ -88,6 +88,7 @@ def splits_of(num_dims: int, axes: dict[str, int]) -> list[Splits]:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.slow
 def test_boxes_cover_each_element_once(axes: dict[str, int], shape: tuple[int, ...]) -> None:
     for splits in splits_of(len(shape), axes):
         check(Placement(shape, splits=splits), axes)

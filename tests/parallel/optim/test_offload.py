@@ -101,6 +101,7 @@ def places(folder: Path) -> list[Any]:
     ],
 )
 @pytest.mark.parametrize("make", [ddp, zero1, zero2, zero3])
+@pytest.mark.slow
 def test_every_offload_gives_the_same_bits(
     make: Make, dtype: str, size: int, tmp_path: Path
 ) -> None:

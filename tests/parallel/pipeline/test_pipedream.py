@@ -92,6 +92,7 @@ OPTIMIZERS = {"SGD": partial(SGD, lr=0.1, momentum=0.9), "Adam": partial(Adam, e
 
 @each_layout
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.slow
 def test_pipedream_equals_a_serial_emulation(
     pipe: int, data: int, tensor: int, optimizer: Any
 ) -> None:

@@ -21,6 +21,7 @@ from tests.parallel.pipeline.schedules_of_all_kinds import each_schedule, of_all
 
 
 @each_schedule
+@pytest.mark.slow
 def test_every_schedule_computes_all_and_waits_for_nothing_forever(name: str) -> None:
     """With messages, although each send waits for its receive."""
     for schedule in of_all_sizes(name):

@@ -121,6 +121,7 @@ each_form = pytest.mark.parametrize("form", FORMS)
 @each_case
 @each_form
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.slow
 def test_every_layer_has_the_values_bytes_and_calls_that_one_rank_and_formulas_have(
     case: Case, form: str, size: int
 ) -> None:
