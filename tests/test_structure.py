@@ -88,7 +88,7 @@ def test_a_crowded_folder_is_noticed(tmp_path: Path) -> None:
 
 
 # Folders of tests that test no single folder of the product: whole jobs, and what tests use.
-OF_THEIR_OWN = {"chaos", "cluster", "fakes", "gpu", "mpi", "site"}
+OF_THEIR_OWN = {"chaos", "cluster", "fakes", "gpu", "mpi", "running", "site"}
 
 
 def without_counterpart(tests: Path) -> list[str]:
