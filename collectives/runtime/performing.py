@@ -185,7 +185,7 @@ def _let_repeat(
         kind.let_code_start(run.reusable)
     comparison = None
     if session.checker is not None:
-        compared = Compared(spec, arrays, run, work.check, {})
+        compared = Compared(spec, arrays, run, work.check_number, {})
         comparison = session.checker.comparison(compared)
     repeat = Repeat(session, kind, run, arrays, comparison)
     session.pool.add(key, repeat.call if work.is_blocking else repeat.start)
@@ -208,7 +208,7 @@ def _in_turn(
         return
     # The comparisons of several calls may end in different orders on different ranks.
     with session.turn_of(work) if is_on_device else nullcontext():
-        yield from with_checks(session, run, spec, arrays, lambda: work.check, fields)
+        yield from with_checks(session, run, spec, arrays, lambda: work.check_number, fields)
 
 
 def with_checks(

@@ -167,7 +167,7 @@ class Work(Generic[Result]):
         return self._number
 
     @property
-    def check(self) -> int:
+    def check_number(self) -> int:
         """The number of the comparison of the call in checked mode."""
         if self._check is None:
             self._check = self.owner.numbering.next_check()
