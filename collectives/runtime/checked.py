@@ -37,8 +37,11 @@ LABEL, ALGORITHM = "check", "bruck"  # in the ledger; it serves any p in log p r
 class Checker:
     """Compares the calls of one communicator.
 
-    `compares_place`: whether the ranks must agree on being in place.  The drop-in for mpi4py sets
-    it to False, because it copies the data of some ranks.
+    Attributes
+    ----------
+    compares_place : bool
+        Whether the ranks must agree on being in place.  The drop-in for mpi4py sets it to False,
+        because it copies the data of some ranks.
     """
 
     def __init__(self, owner: Origin, mode: Mode) -> None:
@@ -46,7 +49,7 @@ class Checker:
         self.compares_place = True
 
     def before(self, call: Compared) -> Steps:
-        """The comparison before a call: all ranks continue, or all raise the same error."""
+        """Yield the comparison before a call: all ranks continue, or all raise the same error."""
         self._board.note_check(call.check, HEADER if call.is_header else MESSAGES)
         bad_value = self._bad_value(call, call.arrays.source)
         ranks = yield from self._compare(call, bad_value)
@@ -54,7 +57,7 @@ class Checker:
             self._refuse_differences(ranks, call)
 
     def after(self, call: Compared) -> Steps:
-        """The comparison after a reduction, if values are checked."""
+        """Yield the comparison after a reduction, if values are checked."""
         if self.mode == "finite" and call.spec.op is not None:
             bad_value = self._bad_value(call, call.arrays.target)
             ranks = yield from self._compare(call, bad_value)
@@ -63,7 +66,7 @@ class Checker:
                 self._raise_together(ranks, call, NotFinite, sentence)
 
     def _compare(self, call: Compared, bad_value: str) -> Steps:
-        """Compare digests; the result is the fingerprints of all ranks, or none if all agree."""
+        """Compare digests; return the fingerprints of all ranks, or none if all agree."""
         mine = self._own_fingerprint(call)._replace(bad_value=bad_value)
         digest = BAD_VALUE if bad_value else self.digest(call).numbered(call.number)
         rows = yield from self._exchange(np.array(digest, np.uint64).view(np.uint8), call)
@@ -72,13 +75,13 @@ class Checker:
         return (yield from self._all_fingerprints(call, mine))
 
     def digest(self, call: Compared) -> Digest:
-        """The digest of a call without its number."""
-        found = call.fingerprint(self.compares_place)
-        unnumbered = found.call.removesuffix(str(call.number))
-        return fingerprint.digest(found._replace(call=unnumbered, mode=self.mode))
+        """Return the digest of a call without its number."""
+        own = call.fingerprint(self.compares_place)
+        unnumbered = own.call.removesuffix(str(call.number))
+        return fingerprint.digest(own._replace(call=unnumbered, mode=self.mode))
 
     def _all_fingerprints(self, call: Compared, mine: Fingerprint) -> Steps:
-        """The fingerprints of all ranks."""
+        """Exchange fingerprints; return those of all ranks."""
         place = call.place or line_of_caller()
         mine = mine._replace(place=place)
         message = np.frombuffer(fingerprint.encode(mine), np.uint8)
@@ -91,13 +94,13 @@ class Checker:
         self._refuse_differences(ranks, call)
 
     def _own_fingerprint(self, call: Compared) -> Fingerprint:
-        """The fingerprint of a call that starts now on this rank.
+        """Return the fingerprint of a call that starts now on this rank.
 
         A call on a device has its number already, and later calls may have started too.
         """
         num_calls = call.number if call.has_number else self._owner.numbering.num_calls
-        found = call.fingerprint(self.compares_place)
-        return found._replace(mode=self.mode, num_calls=str(num_calls))
+        own = call.fingerprint(self.compares_place)
+        return own._replace(mode=self.mode, num_calls=str(num_calls))
 
     def _refuse_differences(self, ranks: Sequence[Fingerprint], call: Compared) -> None:
         self._raise_together(ranks, call, CollectiveMismatch, fingerprint.difference(ranks))
@@ -109,7 +112,7 @@ class Checker:
         return self.mode == "calls" and self._board.has_all_ranks
 
     def on_device(self, call: Compared) -> Check:
-        """The comparison before a call on devices."""
+        """Return the comparison before a call on devices."""
         digest, owner = np.array(self.digest(call), np.uint64).tobytes(), self._owner
         phase, site = owner.phase_of_call(), owner.site_of_call()
 
@@ -140,7 +143,10 @@ class Checker:
         return table
 
     def _bad_value(self, call: Compared, array: Array | None) -> str:
-        """The first value that is not finite, with its index; "" if values are not checked."""
+        """Return the first value that is not finite, with its index.
+
+        It is "" if there is none, or if values are not checked.
+        """
         if self.mode != "finite":
             return ""
         return _first_bad_value(call.arrays.backend, _watched(array))
@@ -165,7 +171,7 @@ class Checker:
 
 @lru_cache(maxsize=64)
 def _exchange_spec(size: int, num_bytes: int) -> CallSpec:
-    """The all-gather in which each rank sends `num_bytes`."""
+    """Return the all-gather in which each rank sends `num_bytes`."""
     algorithm = algorithms.info("all_gather", ALGORITHM)
     options = tuple(algorithm.options.items())
     bytes_each = (num_bytes,) * size
@@ -202,7 +208,10 @@ def exchange(
 class Comparison:
     """The comparison before calls of a kind; compiled code exchanges the digests.
 
-    `call`: the first of these calls; the others differ from it only in their numbers.
+    Attributes
+    ----------
+    call : Compared
+        The first of these calls; the others differ from it only in their numbers.
     """
 
     def __init__(self, checker: Checker, owner: Origin, call: Compared) -> None:
@@ -221,7 +230,10 @@ class Comparison:
         self._answer = 0
 
     def all_agree(self, number: int, max_wait: int) -> bool:
-        """Whether all digests have arrived and agree.  If not, `steps` completes the call."""
+        """Return whether all digests have arrived and agree.
+
+        If not, `steps` completes the call.
+        """
         mine, (own, table) = self._mine, self._arrays
         mine[0], mine[1] = self._digest.numbered(number)
         owner, execution = self._owner, self._execution
@@ -237,7 +249,7 @@ class Comparison:
         return bool(table.tobytes() == own.tobytes() * len(self._table))
 
     def steps(self, run: Prepared, x: Array | None, out: Array | None) -> Steps:
-        """The remaining steps if digests are missing or differ."""
+        """Yield the remaining steps if digests are missing or differ."""
         execution, checker = self._execution, self._checker
         if self._answer:
             execution.started(self._answer, *self._arrays)
@@ -256,15 +268,15 @@ class Comparison:
 
 
 def _watched(array: Array | None) -> Array | None:
-    """The array, or None if its dtype has only finite values."""
+    """Return the array, or None if its dtype has only finite values."""
     return None if array is None or not has_infinities(array.dtype) else array
 
 
 def _first_bad_value(backend: Backend, array: Array | None) -> str:
-    """The first value that is not finite, with its index; "" if there is none."""
-    found = None if array is None else backend.first_not_finite(array.reshape(-1))
-    if array is None or found is None:
+    """Return the first value that is not finite, with its index; "" if there is none."""
+    entry = None if array is None else backend.first_not_finite(array.reshape(-1))
+    if array is None or entry is None:
         return ""
-    index, value = found
+    index, value = entry
     place = [int(i) for i in np.unravel_index(index, tuple(array.shape))]
     return f"{value} at {place}"

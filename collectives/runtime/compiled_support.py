@@ -14,13 +14,13 @@ _MAX_DIMENSIONS = 8  # of arrays that compiled code can check; `executor.MAX_DIM
 
 
 def is_fully_compiled(transport: Transport, spec: CallSpec, arrays: Arrays) -> bool:
-    """Whether compiled code can start such a call and run all of it."""
+    """Return whether compiled code can start such a call and run all of it."""
     is_started = can_start_compiled(transport, arrays)
     return is_started and (spec.op is None or _has_kernels(spec.op, spec.dtype))
 
 
 def can_start_compiled(transport: Transport, arrays: Arrays) -> bool:
-    """Whether compiled code can start runs on these arrays."""
+    """Return whether compiled code can start runs on these arrays."""
     backend, *both = arrays
     if backend is not HOST or transport.why_interpreted is not None:
         return False
@@ -33,7 +33,7 @@ def can_start_compiled(transport: Transport, arrays: Arrays) -> bool:
 def runs_by(
     transport: Transport, backend: Backend, op: Operator | None, dtype: np.dtype[Any]
 ) -> str:
-    """A text that says whether compiled code or the interpreter runs a call, and why."""
+    """Return whether compiled code or the interpreter runs a call, and why, as text."""
     if backend is not HOST:
         return f"the interpreter: the arrays are on {backend.name}"
     if transport.why_interpreted is not None:
@@ -44,7 +44,7 @@ def runs_by(
 
 
 def _has_kernels(op: Operator, dtype: np.dtype[Any]) -> bool:
-    """Whether there are kernels that combine, and divide, arrays of this dtype."""
+    """Return whether there are kernels that combine, and divide, arrays of this dtype."""
     if not isinstance(op.function, str) or kernels.combine(op.function, dtype) is None:
         return False
     return not op.is_average or kernels.divide(dtype) is not None

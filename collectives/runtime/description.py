@@ -21,8 +21,14 @@ _PLACE_NOT_COMPARED = ("exscan", "barrier")  # not every rank has both arrays
 class Compared:
     """A call that the ranks compare before a run.
 
-    `check`: the number of the comparison.  `fields`: fields of its fingerprint that do not follow
-    from the spec.  `has_number`: whether the call already counts, as calls on devices do.
+    Attributes
+    ----------
+    check : int
+        The number of the comparison.
+    fields : mapping
+        Fields of its fingerprint that do not follow from the spec.
+    has_number : bool
+        Whether the call already counts, as calls on devices do.
     """
 
     has_number = False
@@ -36,20 +42,20 @@ class Compared:
         self.place = "" if spec.blocking == "yes" else line_of_caller()
 
     def fingerprint(self, compares_place: bool) -> Fingerprint:
-        """The fingerprint of the call, without values."""
+        """Return the fingerprint of the call, without values."""
         source, target = self.arrays.source, self.arrays.target
         has_both = source is not None and target is not None and bool(source.size and target.size)
-        found = describe(self.spec, has_both)._replace(
+        own = describe(self.spec, has_both)._replace(
             call=self.name.removesuffix("a"), **self.fields
         )
-        return found if compares_place else found._replace(in_place="")
+        return own if compares_place else own._replace(in_place="")
 
 
 @lru_cache(maxsize=1024)
 def describe(spec: CallSpec, has_both: bool) -> Fingerprint:
-    """The fields that all ranks must agree on, as far as this rank knows them.
+    """Return the fields that all ranks must agree on, as far as this rank knows them.
 
-    `has_both`: whether this rank has an input and an output that are not empty.
+    `has_both` says whether this rank has an input and an output that are not empty.
     """
     kind, shape = SPECS[spec.collective], spec.shape
     layout = "" if shape is None else str(shape)
@@ -71,7 +77,7 @@ def describe(spec: CallSpec, has_both: bool) -> Fingerprint:
 
 
 def _rows(counts: Counts | None, per_row: int) -> str:
-    """Counts of elements as text, in rows."""
+    """Return counts of elements as text, in rows."""
     if counts is None or isinstance(counts, int | OwnCounts | CountOfEachBlock) or not per_row:
         return ""
     if not isinstance(counts[0], int):
@@ -94,9 +100,9 @@ def _algorithm(spec: CallSpec) -> str:
 def fields_with_header(
     collective: str, like: Array | None, counts: Sequence[int] | None
 ) -> dict[str, str]:
-    """The fields that are compared before a header is sent.
+    """Return the fields that are compared before a header is sent.
 
-    `like` and `counts`: what this rank knows of the root's array and of its rows, if anything.
+    `like` and `counts` are what this rank knows of the root's array and of its rows, if anything.
     """
     layout = "" if like is None else str(tuple(like.shape))
     if like is not None and not SPECS[collective].has_pieces:
@@ -112,20 +118,23 @@ def fields_with_header(
 
 
 def _in_place(spec: CallSpec, has_both: bool) -> str:
-    """Whether the call is in place, as text; nothing if that cannot be compared."""
+    """Return whether the call is in place, as text; nothing if that cannot be compared."""
     if spec.collective in _PLACE_NOT_COMPARED or not has_both:
         return ""
     return "no" if spec.aliasing == "none" else "yes"
 
 
 def add_library(path: str) -> None:
-    """Let the functions in a file or folder not count as callers, but those that call them."""
+    """Let functions that call the ones in a file or folder count as callers.
+
+    The functions in the file or folder do not.
+    """
     global _libraries
     _libraries = (*_libraries, path if path.endswith(".py") else path + os.sep)
 
 
 def place_of_caller() -> tuple[str, int]:
-    """The path and the line of the caller: the innermost frame outside this package."""
+    """Return the path and the line of the caller: the innermost frame outside this package."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_libraries):
         frame = frame.f_back
@@ -133,6 +142,6 @@ def place_of_caller() -> tuple[str, int]:
 
 
 def line_of_caller() -> str:
-    """The file, without its folder, and the line of the caller."""
+    """Return the file, without its folder, and the line of the caller."""
     path, line = place_of_caller()
     return f"{os.path.basename(path)}:{line}"

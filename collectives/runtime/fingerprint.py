@@ -14,11 +14,21 @@ from typing import NamedTuple
 class Fingerprint(NamedTuple):
     """A call as one rank sees it.  All values are text; an empty one matches any other.
 
-    `out`: whether a broadcast or scatter has one; without it a header is sent first.
-    `blocking`: whether the call itself waits; messages of blocking calls have another tag.
-    `mode`: what is checked.  `call`: its number.  `bad_value`: the first value that is not finite.
-    `place`, the line of the program, and `num_calls`, the number of calls so far, are reported but
-    not compared.
+    Attributes
+    ----------
+    out : str
+        Whether a broadcast or scatter has one; without it a header is sent first.
+    blocking : str
+        Whether the call itself waits; messages of blocking calls have another tag.
+    mode : str
+        What is checked.
+    call : str
+        The number of the call.
+    bad_value : str
+        The first value that is not finite.
+    place, num_calls : str
+        The line of the program, and the number of calls so far, which are reported but not
+        compared.
     """
 
     collective: str
@@ -70,7 +80,7 @@ class Digest(NamedTuple):
     second: int
 
     def numbered(self, number: int) -> Digest:
-        """The digest of the call with this number."""
+        """Return the digest of the call with this number."""
         return Digest((self.first + number) % _WORD, self.second)
 
 
@@ -93,7 +103,7 @@ _MAX_GROUPS, _MAX_SPANS = 4, 8
 
 
 def encode(fingerprint: Fingerprint) -> bytes:
-    """The message that contains a fingerprint."""
+    """Return the message that contains a fingerprint."""
     message = bytearray(NUM_BYTES)
     for field, value in zip(_LENGTHS, fingerprint, strict=True):
         put(message, field, value)
@@ -101,10 +111,10 @@ def encode(fingerprint: Fingerprint) -> bytes:
 
 
 def digest(fingerprint: Fingerprint) -> Digest:
-    """The digest of a fingerprint; equal if all compared fields are equal."""
+    """Return the digest of a fingerprint; equal if all compared fields are equal."""
     compared = "\0".join(getattr(fingerprint, field) for field in _COMPARED)
-    found = blake2b(compared.encode(), digest_size=DIGEST_BYTES).digest()
-    return Digest(*(int.from_bytes(half, "little") for half in (found[:8], found[8:])))
+    hashed = blake2b(compared.encode(), digest_size=DIGEST_BYTES).digest()
+    return Digest(*(int.from_bytes(half, "little") for half in (hashed[:8], hashed[8:])))
 
 
 def put(message: bytearray, field: str, value: str) -> None:
@@ -119,7 +129,7 @@ def put(message: bytearray, field: str, value: str) -> None:
 
 
 def decode(message: bytes) -> Fingerprint:
-    """The fingerprint in a message."""
+    """Return the fingerprint in a message."""
     return Fingerprint(
         *(message[slot].rstrip(b"\0").decode(errors="replace") for slot in _SLOTS.values())
     )
@@ -129,7 +139,7 @@ def decode(message: bytes) -> Fingerprint:
 
 
 def difference(ranks: Sequence[Fingerprint]) -> str | None:
-    """A sentence that says how the calls of the ranks differ; None if they agree."""
+    """Return a sentence that says how the calls of the ranks differ; None if they agree."""
     fields = _differing(ranks)
     if not fields:
         return None
@@ -143,7 +153,7 @@ def difference(ranks: Sequence[Fingerprint]) -> str | None:
 
 
 def not_finite(ranks: Sequence[Fingerprint], verb: str, preposition: str) -> str | None:
-    """A sentence that names the ranks with values that are not finite; None if there is none."""
+    """Return a sentence that names the ranks with values that are not finite, or None."""
     bad_value = [(number, rank.bad_value) for number, rank in enumerate(ranks) if rank.bad_value]
     if not bad_value:
         return None
@@ -154,7 +164,7 @@ def not_finite(ranks: Sequence[Fingerprint], verb: str, preposition: str) -> str
 
 
 def _differing(ranks: Sequence[Fingerprint]) -> list[str]:
-    """The fields to report, without those that differ only because another field does."""
+    """Return the fields to report, without fields that differ only because another one does."""
     differing = [field for field in _COMPARED if len(_values(ranks, field)) > 1]
     if "collective" in differing:
         return ["collective"]
@@ -164,12 +174,12 @@ def _differing(ranks: Sequence[Fingerprint]) -> list[str]:
 
 
 def _values(ranks: Sequence[Fingerprint], field: str) -> list[str]:
-    """The distinct values of a field, in rank order."""
+    """Return the distinct values of a field, in rank order."""
     return list(dict.fromkeys(filter(None, (getattr(rank, field) for rank in ranks))))
 
 
 def _groups(ranks: Sequence[Fingerprint], fields: Sequence[str]) -> list[list[int]]:
-    """Groups of ranks with equal values in these fields, the largest group last.
+    """Return groups of ranks with equal values in these fields, the largest group last.
 
     Among equally large groups the one with the lowest rank comes last.  Ranks without any of these
     values are in no group.
@@ -177,14 +187,14 @@ def _groups(ranks: Sequence[Fingerprint], fields: Sequence[str]) -> list[list[in
     alike: dict[tuple[str, ...], list[int]] = {}
     for number, rank in enumerate(ranks):
         alike.setdefault(tuple(getattr(rank, field) for field in fields), []).append(number)
-    found = [group for values, group in alike.items() if any(values)]
-    return sorted(found, key=lambda group: (len(group), -group[0]))
+    groups = [group for values, group in alike.items() if any(values)]
+    return sorted(groups, key=lambda group: (len(group), -group[0]))
 
 
 def _group_text(
     ranks: Sequence[Fingerprint], group: Sequence[int], fields: Sequence[str], is_first: bool
 ) -> str:
-    """The text for a group of ranks; that of the first group names the collective."""
+    """Return the text for a group of ranks; the first group's text names the collective."""
     one = ranks[group[0]]
     given = [
         (field, getattr(one, field)) for field in fields if field not in ("collective", "call")
@@ -207,14 +217,17 @@ def _group_text(
 
 
 def _call_and_place(ranks: Sequence[Fingerprint]) -> str:
-    """The number of the call and the line of the program, if they are the same on all ranks."""
+    """Return the number of the call and the line of the program, in parentheses.
+
+    A number or a line that differs among ranks is left out.
+    """
     calls, places = _values(ranks, "call"), _values(ranks, "place")
     shared = [f"call {calls[0]}"] * (len(calls) == 1) + [f"from {places[0]}"] * (len(places) == 1)
     return f" ({', '.join(shared)})" if shared else ""
 
 
 def _rank_list(group: Sequence[int]) -> str:
-    """Ranks as text: "rank 2", "ranks 0, 1, 3"; of many ranks "ranks 0-6, 9"."""
+    """Return ranks as text: "rank 2", "ranks 0, 1, 3"; of many ranks "ranks 0-6, 9"."""
     if len(group) == 1:
         return f"rank {group[0]}"
     if len(group) <= _MAX_SPANS:
@@ -226,7 +239,7 @@ def _rank_list(group: Sequence[int]) -> str:
 
 
 def _spans(group: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The first and last number of each sequence of consecutive numbers."""
+    """Yield the first and last number of each sequence of consecutive numbers."""
     first = last = group[0]
     for number in group[1:]:
         if number != last + 1:

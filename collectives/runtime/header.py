@@ -29,12 +29,12 @@ class Header(NamedTuple):
 
 
 def num_bytes(num_counts: int) -> int:
-    """The length in bytes of a header with `num_counts` counts."""
+    """Return the length in bytes of a header with `num_counts` counts."""
     return NUM_BYTES + 8 * num_counts
 
 
 def encode(header: Header) -> NDArray[np.uint8]:
-    """The header as bytes.  Raises ValueError if the array cannot be described."""
+    """Return the header as bytes.  Raise ValueError if the array cannot be described."""
     text = json.dumps([header.kind, _dtype_name(header.dtype), header.shape]).encode()
     if len(text) > NUM_BYTES:
         raise ValueError(f"an array of {len(header.shape)} dimensions needs out= on every rank")
@@ -43,7 +43,7 @@ def encode(header: Header) -> NDArray[np.uint8]:
 
 
 def decode(message: NDArray[np.uint8]) -> Header:
-    """The header in a message.  Raises CollectiveMismatch if the message is not a header."""
+    """Return the header in a message.  Raise CollectiveMismatch if the message is not a header."""
     try:
         kind, name, shape = json.loads(bytes(message[:NUM_BYTES]))
         counts = message[NUM_BYTES:].view("<i8").tolist()
@@ -61,14 +61,17 @@ def _text(value: object) -> str:
 
 
 def _sizes(values: object) -> tuple[int, ...]:
-    """A shape, or counts."""
+    """Return a shape, or counts."""
     if not isinstance(values, list) or any(type(n) is not int or n < 0 for n in values):
         raise ValueError(f"{values!r} is not a list of sizes")
     return tuple(values)
 
 
 def _plain(name: str) -> np.dtype[Any]:
-    """The dtype of a name that `encode` wrote.  Raises ValueError if it is not plain memory."""
+    """Return the dtype of a name that `encode` wrote.
+
+    Raises ValueError if its elements are not plain bytes.
+    """
     if name != "bfloat16" and not re.fullmatch(r"[<>|][a-zA-Z]\d+(\[\w+\])?", name):
         raise ValueError(f"{name!r} is not the name of a dtype")
     dtype = _dtype(name)

@@ -36,7 +36,7 @@ def broadcast_header(
 ) -> Steps:
     """Send the root's header to every rank, before the call itself.
 
-    `fields`: the fields of that call that checked mode compares.
+    `fields` are the fields of that call that checked mode compares.
     """
     message: Bytes = np.empty(header.num_bytes(num_counts), np.uint8)
     if head is not None:
@@ -75,9 +75,17 @@ def send_counts_ahead(
 ) -> Steps:
     """Send the count of every block the way that an all-to-all by `algorithm` sends the block.
 
-    If the algorithm cuts blocks, each piece has the count of its block.  `counts`: those of this
-    rank's blocks, for each rank.  Returns the counts of the blocks from each rank, as a list, and a
-    dict of those of the blocks that pass through this rank.
+    If the algorithm cuts blocks, each piece has the count of its block.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        The counts of this rank's blocks, for each rank.
+
+    Returns
+    -------
+    list of int, dict
+        The counts of the blocks from each rank; and of the blocks that pass through this rank.
     """
     rank, size = session.transport.rank, session.transport.size
     choice = select.choose("all_to_all", algorithm, size, 0, topology=session.topology)
@@ -89,7 +97,7 @@ def send_counts_ahead(
     spec = session.spec("all_to_all", arrays, CountOfEachBlock(), **named)
     yield from perform(session, work, spec, arrays, is_ahead=True, fields=fields)
     received, others = np.split(known, [size * num_pieces])
-    blocks = [each.block if isinstance(each, Piece) else each for each in passing]
+    blocks = [part.block if isinstance(part, Piece) else part for part in passing]
     return received[::num_pieces].tolist(), dict(zip(blocks, others.tolist(), strict=True))
 
 
@@ -111,7 +119,10 @@ def all_gather_integers(
 def broadcast_integers(
     session: Session, numbers: Sequence[int] | None, length: int, root: int, label: str
 ) -> list[int]:
-    """Send a few integers of the root to every rank.  `numbers`: None on the other ranks."""
+    """Send a few integers of the root to every rank.
+
+    `numbers` is None on the other ranks.
+    """
     shared = np.empty(length, np.int64)
     if numbers is not None:
         shared[:] = numbers
@@ -154,7 +165,7 @@ def subgroup_barrier(session: Session, members: Sequence[int], timeout: float | 
     """
     index, size = list(members).index(session.transport.rank), len(members)
     rounds = algorithms.schedule("barrier", "dissemination", rank=index, size=size)
-    steps = [_step(each, members) for each in rounds]
+    steps = [_step(operations, members) for operations in rounds]
     number = f"{session.name}s{session.num_children[tuple(members)] + 1}"
 
     def steps_of(work: Work[Any]) -> Steps:
@@ -165,7 +176,7 @@ def subgroup_barrier(session: Session, members: Sequence[int], timeout: float | 
 
 
 def _step(operations: Round, members: Sequence[int]) -> Step:
-    """A round of empty messages among the members."""
+    """Return a round of empty messages among the members."""
     ends = [
         tuple(Message(members[op.peer], _NOTHING) for op in half(operations) if op.peer is not None)
         for half in (outgoing, incoming)

@@ -94,9 +94,9 @@ class Messages:
             self._origin.transport.flight.close(self._log)
 
     def _is_tagged(self, ends: Ends, arrays: Arrays, tag: int, receive: object) -> bool:
-        """Whether a message may go by a box, or must wait for one that does.
+        """Return whether a message may go by a box, or must wait for one that does.
 
-        `receive`: stands for its receive, if that expects data only.
+        `receive` stands for its receive, if that expects data only.
         """
         devices = self._origin.devices
         if not arrays.backend.is_host:

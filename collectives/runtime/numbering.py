@@ -40,8 +40,12 @@ class ConcurrentCall(RuntimeError):  # noqa: N818
 class Numbering:
     """The number of calls that a communicator has made, and the tags of its calls.
 
-    `num_calls_made`, `num_checks_made`: arrays of one element, which compiled code increments too.
-    `can_mix`: whether a call that blocks on one rank may be asynchronous on another one.
+    Attributes
+    ----------
+    num_calls_made, num_checks_made : array
+        Arrays of one element, which compiled code increments too.
+    can_mix : bool
+        Whether a call that blocks on one rank may be asynchronous on another one.
     """
 
     def __init__(self, num_tags: int) -> None:
@@ -54,8 +58,8 @@ class Numbering:
     def mix(self, number: int) -> None:
         """Give blocking calls the tags of asynchronous ones, and use half of all tags.
 
-        `number`: of the communicator, the same on all its ranks.  Communicators of other numbers
-        begin with other tags.
+        `number` is that of the communicator, the same on all its ranks.  Communicators of other
+        numbers begin with other tags.
         """
         self.can_mix = True
         half = self._quarter // 2
@@ -76,11 +80,11 @@ class Numbering:
         return int(self.num_calls_made[0])
 
     def tags(self, is_blocking: bool) -> range:
-        """The tags of calls, in the order of their numbers; none if all have `blocking_tag`."""
+        """Return the tags of calls, by their numbers; none if all have `blocking_tag`."""
         return range(0) if is_blocking and not self.can_mix else self.async_tags
 
     def next_number(self) -> int:
-        """The number of a new call."""
+        """Return the number of a new call."""
         self.num_calls_made[0] += 1
         return int(self.num_calls_made[0])
 
@@ -89,30 +93,30 @@ class Numbering:
         self.num_calls_made[0] = max(self.num_calls, num_calls)
 
     def tag(self, number: int, is_blocking: bool) -> int:
-        """The tag of the messages of the call of this number."""
+        """Return the tag of the messages of the call of this number."""
         if is_blocking and not self.can_mix:
             return self.blocking_tag
         return self.async_tag(number)
 
     def async_tag(self, number: int) -> int:
-        """The tag of a call of this number that does not block, and of all runs of a plan."""
+        """Return the tag of a call of this number that does not block, or of all runs of a plan."""
         return self.async_tags[number % len(self.async_tags)]
 
     def header_tag(self, number: int) -> int:
-        """The tag of headers and counts that are sent before the call of this number."""
+        """Return the tag of headers and counts that are sent before the call of this number."""
         return self._header_tags[number % len(self._header_tags)]
 
     def next_check(self) -> int:
-        """The number of the next comparison in checked mode."""
+        """Return the number of the next comparison in checked mode."""
         self.num_checks_made[0] += 1
         return int(self.num_checks_made[0])
 
     def check_tag(self, number: int) -> int:
-        """The tag of the comparison of this number."""
+        """Return the tag of the comparison of this number."""
         return self.check_tags[number % len(self.check_tags)]
 
     def user_tag(self, tag: object) -> int:
-        """MPI's tag for the user's.  Raises TypeError or ValueError if that is not valid."""
+        """Return MPI's tag for the user's.  Raise TypeError or ValueError if that is not valid."""
         number, largest = validation.integer(tag, "tag"), len(self._user_tags) - 1
         if not 0 <= number <= largest:
             raise ValueError(f"tag must be from 0 to {largest}, got {number}")

@@ -221,7 +221,7 @@ def with_checks(
 ) -> Steps:
     """Yield a run, with the comparisons of checked mode before and after it.
 
-    `next_check`: returns the number of the comparison.
+    `next_check` returns the number of the comparison.
     """
     checker = session.checker
     if checker is None:

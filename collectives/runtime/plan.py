@@ -14,19 +14,26 @@ from collectives.runtime.work import Owner, Steps, Work, end_interrupted
 
 
 def _no_steps() -> Steps:
-    """The steps of a plan that was freed."""
+    """Yield the steps of a plan that was freed: none."""
     yield from ()
 
 
 class Plan:
     """A call with its arrays, to be run many times.  `Communicator.plan` makes one.
 
+    A plan may be run again as soon as it is complete; every run reads the input afresh.
+
+    Attributes
+    ----------
+    result : array or None
+        What `run` and `wait` return: the output array, or None on a rank that gets none.
+    timeout : float or None
+        The time limit in seconds of `run` and `wait` where they are given none.
+
+    Examples
+    --------
         plan = comm.plan.all_reduce(x, out=y)
         plan.run()                              # or start(), then test() or wait()
-
-    `result` is what `run` and `wait` return: the output array, or None on a rank that gets none.
-    A plan may be run again as soon as it is complete; every run reads the input afresh.  `timeout`
-    is what `run` and `wait` use where they are given none.
     """
 
     def __init__(
@@ -39,7 +46,7 @@ class Plan:
     ) -> None:
         """Make the plan that holds a prepared call.
 
-        `steps`: makes the steps of a run, with the comparisons of checked mode.  `give`: takes the
+        `steps` makes the steps of a run, with the comparisons of checked mode.  `give` takes the
         prepared call back when the plan is freed.
         """
         self._owner, self._prepared, self._steps, self._give = owner, prepared, steps, give
@@ -78,9 +85,25 @@ class Plan:
         return self._prepared.title
 
     def run(self, timeout: float | None = None) -> Array | None:
-        """Start and wait; return the result.
+        """Start a run, wait for it, and return the result.
 
-        `timeout`: seconds; None: the plan's `timeout`.  Raises what `start` and `wait` raise.
+        Parameters
+        ----------
+        timeout : float, optional
+            The time limit in seconds.  None: the plan's `timeout`.
+
+        Returns
+        -------
+        array or None
+            The plan's `result`.
+
+        Raises
+        ------
+        RuntimeError
+            During a run, after a failure, and after `free`.
+        CollectiveTimeout
+            After `timeout` seconds.  The message names the ranks that the run waits for.  The run
+            continues, and `wait` may be called.
         """
         if timeout is not None:
             timeout = validation.seconds(timeout)
@@ -108,7 +131,13 @@ class Plan:
         return self.result
 
     def start(self) -> None:
-        """Start a run.  Raises RuntimeError during a run, after a failure, and after `free`."""
+        """Start a run.
+
+        Raises
+        ------
+        RuntimeError
+            During a run, after a failure, and after `free`.
+        """
         work, owner = self._work, self._owner
         is_free = not self._is_busy and (work is None or (work.is_done and not work.has_failed))
         if self._execution is None or not is_free or not owner.has_fast_path:
@@ -129,7 +158,7 @@ class Plan:
             self._enqueued, self._execution.limit = self._execution.enqueued, self.timeout
 
     def _started_work(self) -> Work[Any]:
-        """The work of a run that compiled code has started."""
+        """Return the work of a run that compiled code has started."""
         self._prepared.started_by_code()
         self._prepared.execution.limit = self.timeout
         work = Work.of(self._owner, self._prepared, self._arrays, self.result, timeout=self.timeout)
@@ -144,7 +173,7 @@ class Plan:
             self._work = work
 
     def _new_work(self) -> Work[Any]:
-        """The work of a new run."""
+        """Return the work of a new run."""
         if self.is_active:
             self._refuse("is already running; wait for it first")
         if self._work is not None and self._work.has_failed:
@@ -172,7 +201,10 @@ class Plan:
     def test(self) -> bool:
         """Advance the run as far as possible without waiting; return whether it is complete.
 
-        Raises the error of a run that has failed.
+        Raises
+        ------
+        Exception
+            The error of a run that has failed.
         """
         if self._work is not None:
             return self._work.test()
@@ -180,10 +212,27 @@ class Plan:
         return enqueued is None or self._owner.is_done_by_device(enqueued)
 
     def wait(self, timeout: float | None = None, *, host: bool = False) -> Array | None:
-        """Wait until complete, and return the result.  On a device and with `host`: see `Work`.
+        """Wait until the run is complete, and return the result.
 
-        After `timeout` seconds, raises CollectiveTimeout, which names the ranks that it waits for;
-        the run continues, and `wait` may be called again.
+        Parameters
+        ----------
+        timeout : float, optional
+            The time limit in seconds.  None: the plan's `timeout`.
+        host : bool
+            Whether to wait for the device too; see `Work.wait`.
+
+        Returns
+        -------
+        array or None
+            The plan's `result`.
+
+        Raises
+        ------
+        CollectiveTimeout
+            After `timeout` seconds.  The message names the ranks that the run waits for.  The run
+            continues, and `wait` may be called again.
+        Exception
+            The error of a run that has failed.
         """
         if self._work is not None:
             self._work.wait(timeout, host=host)
@@ -208,7 +257,10 @@ class Plan:
     def free(self) -> None:
         """Release the arrays.  The plan cannot be run after that.
 
-        Raises RuntimeError during a run.
+        Raises
+        ------
+        RuntimeError
+            During a run.
         """
         if self.is_active:
             self._refuse("is already running; wait for it first")

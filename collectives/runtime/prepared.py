@@ -40,7 +40,10 @@ _MAX_ROUNDS = 4  # rounds that it shows before the current one, and after it
 class Shown(NamedTuple):
     """What ledgers, the flight recorder and errors show of a program.
 
-    `schedules`: returns a text that shows a position in the schedules of the ranks.
+    Attributes
+    ----------
+    schedules : function
+        Returns a text that shows a position in the schedules of the ranks.
     """
 
     recorder: Recorder
@@ -230,8 +233,16 @@ class Prepared:
     ) -> None:
         """Start the run.  Its messages are posted when the execution is advanced.
 
-        `phase`: under which it is recorded.  `site`: see `Recorder.record`.  `is_async`: see
-        `Execution.restart`.  `limit`: see `Execution`.
+        Parameters
+        ----------
+        phase : str
+            The phase under which it is recorded.
+        site : str
+            See `Recorder.record`.
+        is_async : bool
+            See `Execution.restart`.
+        limit : float, optional
+            See `Execution`.
         """
         if not self.is_running:
             self.execution.limit = limit
@@ -328,13 +339,16 @@ class Prepared:
         self.execution.note_completed()
 
     def position(self) -> Position:
-        """The position of the current run.  Any thread may ask, while another advances the run."""
+        """Return the position of the current run.
+
+        Any thread may ask, while another advances the run.
+        """
         number, waiting = self.execution.position()
         num_rounds, device_row = self._shown_now.num_rounds, self.execution.device_row
         return Position(number, num_rounds, waiting, device_row)
 
     def time_out_report(self, timeout: float | None) -> str:
-        """The text of a time-out, which names the ranks that it waits for.
+        """Return the text of a time-out, which names the ranks that it waits for.
 
         Another thread may advance the run meanwhile.  Parts that cannot be made are left out.
         """
@@ -346,7 +360,7 @@ class Prepared:
         return "\n".join([f"{waited} {position}", part_of_report(flight.lines)])
 
     def _position_as_text(self) -> str:
-        """The position, the ranks that it waits for, and its place in the schedules."""
+        """Return the position, the ranks that it waits for, and its place in the schedules."""
         position = self.position()
         if (show := self._shown_now.schedules) is None:
             return str(position)

@@ -99,7 +99,10 @@ def _execution(
 
 
 def _numbers(origin: Origin, use: Use, number: int) -> Callable[[int], str]:
-    """Return what makes the numbers of runs as text.  `number`: that of a plan."""
+    """Return what makes the numbers of runs as text.
+
+    `number` is that of a plan.
+    """
     if use == "plan":
         return partial(name_of_run, f"{origin.name}{number}")
     return partial(("{}{}a" if use == "ahead" else "{}{}").format, origin.name)

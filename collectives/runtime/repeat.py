@@ -150,7 +150,7 @@ class Repeat:
         return work.run(owner.limit(timeout))
 
     def _agrees(self) -> bool:
-        """Whether all ranks are known to make the same call."""
+        """Return whether all ranks are known to make the same call."""
         assert self._comparison is not None
         number = self._owner.numbering.num_calls + 1
         return self._comparison.all_agree(number, self._max_wait_now)
@@ -161,17 +161,17 @@ class Repeat:
         return 0 if self._in_flight else self._max_wait
 
     def _lent(self) -> Prepared:
-        """The prepared call of blocking calls, which comes back when its run is complete."""
+        """Return the prepared call of blocking calls, which comes back when its run is complete."""
         self._kind.idle.clear()
         self._prepared.give = self._kind.give
         return self._prepared
 
     def _started_work(self, x: Array | None, result: Array | None) -> Work[Any]:
-        """The work of a blocking call that compiled code has started."""
+        """Return the work of a blocking call that compiled code has started."""
         return Work.of(self._owner, self._prepared, x, result, is_blocking=True)
 
     def _result(self, out: Array | None) -> Array | None:
-        """The result of a call."""
+        """Return the result of a call."""
         return None if self._result_form is None else out
 
     def start(self, x: Array | None, out: Array | None, timeout: float | None) -> Any:

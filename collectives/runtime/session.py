@@ -71,7 +71,10 @@ class Session:
         self.refresh()
 
     def child(self, transport: Transport, members: Sequence[int], axis: str = "") -> Session:
-        """The session of a communicator of some of these ranks, recorded wherever this one is."""
+        """Return the session of a communicator of some of these ranks.
+
+        It is recorded wherever this one is.
+        """
         self.num_children[tuple(members)] += 1
         times = self.num_children[tuple(members)]
         name = f"{self.name}[{','.join(map(str, members))}{f' #{times}' if times > 1 else ''}]"
@@ -124,7 +127,10 @@ class Session:
 
     @contextmanager
     def exclusive_call(self) -> Iterator[None]:
-        """Prevent calls by other threads.  Raises ConcurrentCall if one is being made."""
+        """Return a context manager that prevents calls by other threads.
+
+        Raises ConcurrentCall if a call is being made.
+        """
         try:
             token = self.call_token.pop()
         except IndexError:
@@ -136,7 +142,10 @@ class Session:
 
     @contextmanager
     def turn_of(self, work: Work[Any]) -> Iterator[None]:
-        """Let later calls on devices wait for one that begins with a header or counts."""
+        """Return a context manager in which later calls on devices wait for `work`.
+
+        `work` begins with a header or counts.
+        """
         turns, number = self.devices.turns, work.number
         turns.begin(number)
         work.has_turn = True
@@ -156,7 +165,7 @@ class Session:
             self.refresh()
 
     def limit(self, timeout: object) -> float | None:
-        """The time limit of a call in seconds: its own, or the default of all calls."""
+        """Return the time limit of a call in seconds: its own, or the default of all calls."""
         limit = validation.seconds(timeout)
         return self.timeout if limit is None else limit
 
@@ -202,7 +211,7 @@ class Session:
             raise self._broken_by.with_traceback(None)
 
     def pending_calls(self) -> list[Work[Any]]:
-        """The calls of this communicator that are not done."""
+        """Return the calls of this communicator that are not done."""
         calls = [*self.transport.in_flight, *([] if self.thread is None else self.thread.calls)]
         if self._timed_out is not None:
             calls.append(self._timed_out)
@@ -258,7 +267,7 @@ class Session:
         self.check()
 
     def is_done_by_device(self, enqueued: Enqueued) -> bool:
-        """Whether the device has done what a call has put on a stream."""
+        """Return whether the device has done what a call has put on a stream."""
         return self.devices.has_done(enqueued)
 
     def wait_for_device(self, enqueued: Enqueued, title: str, seconds: float | None) -> None:
@@ -294,7 +303,10 @@ class Session:
 
     @contextmanager
     def recording(self, ledger: Recording) -> Iterator[None]:
-        """Record the calls of this communicator, and of all communicators made from it."""
+        """Return a context manager that records the calls of this communicator.
+
+        It also records the calls of all communicators made from this one.
+        """
         self.add_ledger(ledger)
         try:
             yield
@@ -328,9 +340,9 @@ class Session:
         is_blocking: bool | None = None,
         out: str = "",
     ) -> CallSpec:
-        """The description of the call, from which it is compiled, cached and compared.
+        """Return the description of the call, from which it is compiled, cached and compared.
 
-        `label`: its name in the ledger, if that is not the collective's.
+        `label` is its name in the ledger, if that is not the collective's.
         """
         dtype, size = arrays.dtype, self.transport.size
         num_bytes = select.num_bytes_of(counts, dtype.itemsize)

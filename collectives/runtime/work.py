@@ -65,13 +65,13 @@ class Owner(Protocol):
         """Return the time limit of a call in seconds: its own, or the default of all calls."""
 
     def when_failed(self, work: Work[Any], error: BaseException) -> None:
-        """`work` has failed with `error`."""
+        """Note that `work` has failed with `error`."""
 
     def when_timed_out(self, work: Work[Any]) -> None:
-        """`work` has reached its time limit and is not done."""
+        """Note that `work` has reached its time limit and is not done."""
 
     def is_done_by_device(self, enqueued: Enqueued) -> bool:
-        """Whether the device has done what a call has put on a stream."""
+        """Return whether the device has done what a call has put on a stream."""
 
     def wait_for_device(self, enqueued: Enqueued, title: str, seconds: float | None) -> None:
         """Wait on the host for what a call has put on a stream."""
@@ -80,19 +80,25 @@ class Owner(Protocol):
 class Work(Generic[Result]):
     """A call in progress, returned by `async_op=True`.
 
+    Attributes
+    ----------
+    is_done : bool
+        Whether it is complete or has failed; on devices, whether all of it is enqueued.
+    scratch_bytes : int
+        The scratch memory that this rank needs for it, without the comparisons of checked mode.
+
+    Examples
+    --------
         work = comm.all_reduce(x, async_op=True)
         ...
         total = work.wait()
-
-    `is_done` says whether it is complete or has failed; on devices, whether all of it is enqueued.
-    `scratch_bytes` is the scratch memory that this rank needs for it, without the comparisons of
-    checked mode.  Attributes that most calls never change are attributes of the class.
-
-    Only the thread that holds `_lock` advances the call and asks the engine about its messages.
-    Others may read where it stands from plain memory (`Prepared.position`), as all reports do.
-    `_run` is another object as soon as the run belongs to another call.
     """
 
+    # Only the thread that holds `_lock` advances the call and asks the engine about its messages.
+    # Others may read where it stands from plain memory (`Prepared.position`), as all reports do.
+    # `_run` is another object as soon as the run belongs to another call.
+
+    # Attributes that most calls never change are attributes of the class.
     _run: Prepared | None = None
     _error: BaseException | None = None
     _x: Any = None
@@ -118,7 +124,7 @@ class Work(Generic[Result]):
         *,
         is_blocking: bool = False,
     ) -> None:
-        """`timeout`: the time limit of a `wait` that is given none."""
+        """Make a call of `owner`; `timeout` is the time limit of a `wait` that is given none."""
         self.owner, self._timeout, self.is_blocking = owner, timeout, is_blocking
         self._steps = None if make_steps is None else make_steps(self)
         self._limit = timeout  # on a device
@@ -141,8 +147,8 @@ class Work(Generic[Result]):
     ) -> Work[Any]:
         """Return the work of a call of `owner` that consists of one `run`, begun by compiled code.
 
-        It keeps the arrays `x` and `result`.  `timeout`: see `wait`.  `is_blocking`: whether it is
-        a blocking call.
+        It keeps the arrays `x` and `result`.  `timeout` is as in `wait`; `is_blocking` says whether it
+        is a blocking call.
         """
         work = cls(owner, None, timeout, is_blocking=is_blocking)
         work._run, work._x, work._result = run, x, result
@@ -199,8 +205,13 @@ class Work(Generic[Result]):
     def start(self, thread: ProgressThread | None = None, delay: float = 0.0) -> Work[Any]:
         """Begin, and return this object.  Refusals are raised here, before anything is sent.
 
-        `thread`: advances it while the program computes, after a `delay` in seconds.  Without a
-        thread, every wait and test on this rank advances it.
+        Parameters
+        ----------
+        thread : ProgressThread, optional
+            Advances it while the program computes.  None: every wait and test on this rank advances
+            it.
+        delay : float
+            The seconds after which the thread does so.
         """
         self._thread = thread
         if self._run is None:
@@ -243,8 +254,12 @@ class Work(Generic[Result]):
         """Advance it as far as possible without waiting; return whether it is complete.
 
         All other calls in progress on this rank are advanced too, so ranks may test their calls in
-        different orders.  On a device, it is complete when the device has done it.  Raises the
-        error of a call that has failed.
+        different orders.  On a device, it is complete when the device has done it.
+
+        Raises
+        ------
+        Exception
+            The error of a call that has failed.
         """
         if not self.is_done:
             self.progress()
@@ -260,13 +275,26 @@ class Work(Generic[Result]):
 
         On a device, wait until it is enqueued, and let the current stream wait for it.
 
-        - `timeout`: seconds; None: the time limit of the call.  After that time, raises
-          `CollectiveTimeout`, which names the ranks that it waits for; the call continues, and
-          `wait` may be called again.
-        - `host`: whether to wait until the device has done it, and not more than `timeout` seconds
-          for that if they are given.
+        Parameters
+        ----------
+        timeout : float, optional
+            The time limit in seconds.  None: the time limit of the call.
+        host : bool
+            Whether to wait until the device has done it, and not more than `timeout` seconds for
+            that if they are given.
 
-        Raises the error of a call that has failed.
+        Returns
+        -------
+        array or None
+            The result of the call.
+
+        Raises
+        ------
+        CollectiveTimeout
+            After `timeout` seconds.  The message names the ranks that the call waits for.  The call
+            continues, and `wait` may be called again.
+        Exception
+            The error of a call that has failed.
         """
         seconds = validation.seconds(timeout)
         if not self.is_done:
@@ -321,7 +349,7 @@ class Work(Generic[Result]):
             self._lock.release()
 
     def _place(self) -> tuple[Prepared | None, int]:
-        """The current run and row, to notice progress."""
+        """Return the current run and row, to notice progress."""
         return self._run, -1 if self._run is None else self._run.execution.row
 
     def give_up(self, error: BaseException) -> None:
@@ -435,7 +463,7 @@ class Work(Generic[Result]):
     def _time_out(self, timeout: float | None, *, is_ours: bool) -> None:
         """Raise CollectiveTimeout, unless another thread completes the call meanwhile.
 
-        `is_ours`: whether this thread holds the lock.
+        `is_ours` says whether this thread holds the lock.
         """
         while (run := self._run) is not None:
             if is_ours:
@@ -492,7 +520,7 @@ class Work(Generic[Result]):
             raise
 
     def _max_wait(self, deadline: float | None) -> float:
-        """The seconds that the execution may wait without returning to Python."""
+        """Return the seconds that the execution may wait without returning to Python."""
         if len(self._in_flight) > self._is_listed:  # other calls must be advanced meanwhile
             return 0.0
         max_wait = self.owner.transport.max_wait
