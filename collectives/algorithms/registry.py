@@ -44,7 +44,8 @@ def algorithm(
 
     Every formula is text; `more` has other costs and promises of an `Algorithm`.  By default, a
     rank sends and receives one message in each round, and the same rank is the busiest in all
-    rounds.  `for_even_hosts`: the costs that are counted if hosts have different numbers of ranks.
+    rounds.  `for_even_hosts` names the costs that are counted if hosts have different numbers of
+    ranks.
     """
     options = more.get("options", {})
     costs = {"rounds": rounds, "startups": rounds, "reduction_bytes": reduction_bytes}

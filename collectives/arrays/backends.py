@@ -85,8 +85,8 @@ class Backend(Protocol):
     def binary(self, function: str | BinaryFunction, dtype: np.dtype[Any]) -> BinaryFunction:
         """Return a function that combines flat arrays of this dtype.
 
-        `function`: a function, or the name of one of NumPy's.  Each result is rounded to the dtype.
-        A function gets `protected` operands, because they may be the caller's own arrays.
+        Each result is rounded to the dtype.  `function` is a function, or the name of one of
+        NumPy's.  A function gets `protected` operands, because they may be the caller's own arrays.
         """
 
     def protected(self, x: Array) -> Array:

@@ -51,7 +51,10 @@ class Waiting(NamedTuple):
 class Position(NamedTuple):
     """The position of a run: its round, the number of rounds (a text), and what it waits for.
 
-    `device_row`: the row at which its device is, as text; "" if it has no device.
+    Attributes
+    ----------
+    device_row : str
+        The row at which its device is, as text; "" if it has no device.
     """
 
     round: int
@@ -68,7 +71,13 @@ class Position(NamedTuple):
 
 
 class Run(Protocol):
-    """A run that may be in progress.  `key`: its current key in the log."""
+    """A run that may be in progress.
+
+    Attributes
+    ----------
+    key : int
+        Its current key in the log.
+    """
 
     key: int
 
@@ -89,10 +98,17 @@ Describe = Callable[[int], dict[str, Any]]
 class CallLog:
     """The last calls of one communicator, as integers that compiled code can write.
 
-    `words`: the number of entries so far, then for each of the last entries the key of its program,
-    the number of the run, the time of its start (nanoseconds) and its state.  `members`: the ranks
-    of the job in the communicator.  `ordinal`: its number among communicators of the same ranks.
-    `device_state`: returns the state of the runs that were left to a device.
+    Attributes
+    ----------
+    words : array of int64
+        The number of entries so far, then for each of the last entries the key of its program, the
+        number of the run, the time of its start (nanoseconds) and its state.
+    members : sequence of int
+        The ranks of the job in the communicator.
+    ordinal : int
+        Its number among communicators of the same ranks.
+    device_state : function
+        Returns the state of the runs that were left to a device.
     """
 
     device_state: Callable[[], int] = staticmethod(lambda: ENQUEUED)

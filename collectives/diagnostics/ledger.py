@@ -158,9 +158,14 @@ class Call(NamedTuple):
 class Entry(NamedTuple):
     """A recorded call: its phase, and the times of its start and end in seconds.
 
-    It is stored as a list, which is faster to make.  `links`: one for each message.  While the call
-    is in progress, `finished` is 0 and `links` is empty.  A call on devices is complete when the
-    device has done it, and that is known after `Communicator.synchronize`.
+    It is stored as a list, which is faster to make.  While the call is in progress, `finished` is 0
+    and `links` is empty.  A call on devices is complete when the device has done it, and that is
+    known after `Communicator.synchronize`.
+
+    Attributes
+    ----------
+    links : list of str
+        The link of each message.
     """
 
     call: Call
@@ -456,7 +461,7 @@ class Recording(Protocol):
     """What calls are recorded in: a `Ledger`, or what only adds them up."""
 
     def enter(self, entry: list[Any], site: str) -> None:
-        """Record a call: an `Entry` as a list.  `site`: see `Recorder.record`."""
+        """Record a call: an `Entry` as a list; `site` is as in `Recorder.record`."""
 
     def replace(self, entry: list[Any], call: Call, site: str) -> None:
         """Set the call of an entry that was recorded, because another program runs."""
@@ -510,8 +515,8 @@ class Recorder:
     def record(self, number: int, phase: str, site: str, started: float) -> list[Entered]:
         """Record a run in the open ledgers, as quickly as possible; return the new entries.
 
-        `site`: the line of the program that made the call, which only `Totals` show; "" if no line
-        is recorded.
+        `site` is the line of the program that made the call, which only `Totals` show; "" if no
+        line is recorded.
         """
         if not any(map(itemgetter(0), self._ancestry)):
             return []

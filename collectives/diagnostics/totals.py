@@ -11,7 +11,10 @@ from collectives.diagnostics.ledger import Call, Summary
 class Kind(NamedTuple):
     """What the calls that are added up have in common.
 
-    `site`: the phase, and in it the line of the program that made the call, if that is recorded.
+    Attributes
+    ----------
+    site : str
+        The phase, and in it the line of the program that made the call, if that is recorded.
     """
 
     site: str
@@ -30,7 +33,7 @@ class Totals:
         self._lock = threading.Lock()  # calls may begin in the progress thread
 
     def enter(self, entry: list[Any], site: str) -> None:
-        """Add a call: an `Entry` as a list.  `site`: see `Recorder.record`."""
+        """Add a call: an `Entry` as a list; `site` is as in `Recorder.record`."""
         self._add(entry, site, 1)
 
     def replace(self, entry: list[Any], call: Call, site: str) -> None:

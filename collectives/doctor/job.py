@@ -194,8 +194,8 @@ def between_hosts(
 ) -> Finding:
     """Return whether MPI sends arrays of devices between the hosts of this job.
 
-    That is what device='direct' does.  `world`: all ranks, which agree by it on the host.
-    `to_device` and `to_host`: copy an array.
+    That is what device='direct' does.  All ranks of `world` agree by it on the host.  `to_device`
+    and `to_host` copy an array.
     """
     from mpi4py import MPI  # noqa: PLC0415 - this is under MPI
 

@@ -39,7 +39,10 @@ def right(row: Row) -> Place:
 class Joined(NamedTuple):
     """A receive that combines what it receives with `own` and stores the result at `into`.
 
-    `extra`: earlier ones of the same round that must have ended, because they write there as well.
+    Attributes
+    ----------
+    extra : tuple of int
+        Earlier receives of the same round that must have ended, because they write there as well.
     """
 
     receive: int

@@ -49,7 +49,10 @@ class Ends(NamedTuple):
 class Step(NamedTuple):
     """A step of a thread block.
 
-    `wait`: the thread block and the number of the step that must have ended.
+    Attributes
+    ----------
+    wait : tuple or None
+        The thread block and the number of the step that must have ended.
     """
 
     type: str
@@ -192,11 +195,19 @@ def xml(
 ) -> str:
     """Return the text of a file.
 
-    `name`: of the algorithm.  `ranks`: the tasks of all ranks, of programs whose elements are
-    blocks.  `sizes`: the blocks of each rank's input and output.
+    Parameters
+    ----------
+    name : str
+        The name of the algorithm.
+    ranks : sequence of sequences of Task
+        The tasks of all ranks, of programs whose elements are blocks.
+    sizes : sequence of (int, int)
+        The blocks of each rank's input and output.
 
-    Raises ValueError for a collective that the runtime does not know, and for more than the runtime
-    can take.
+    Raises
+    ------
+    ValueError
+        For a collective that the runtime does not know, and for more than the runtime can take.
     """
     if collective not in COLLECTIVES:
         raise ValueError(f"MSCCL has no {collective}; it has {', '.join(COLLECTIVES)}")

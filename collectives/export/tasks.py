@@ -157,8 +157,8 @@ def tasks_of(
 ) -> list[list[Task]]:
     """Return the tasks of each rank in one call; `programs` are those of all ranks.
 
-    `machine`: what copies and combinations cost on it is the time of the tasks that are work.
-    `joins_work`: see `Stream`.
+    What copies and combinations cost on `machine` is the time of the tasks that are work.
+    `joins_work` is as in `Stream`.
     """
     ranks = range(len(programs))
     lists: list[list[Task]] = [[] for _ in ranks]

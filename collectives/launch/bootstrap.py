@@ -184,7 +184,7 @@ def _say_last(what: bytes) -> None:
 def report_mpi_init(then: Callable[[ModuleType], object]) -> None:
     """Report when this process has imported mpi4py.MPI, which calls MPI_Init.
 
-    `then`: called with the module after the report, before the importing program continues.
+    `then` is called with the module after the report, before the importing program continues.
     """
     sys.meta_path.insert(0, _MpiImportHook(then))
 

@@ -234,7 +234,7 @@ def _wait(
 ) -> tuple[int, process_monitor.Death | None]:
     """Wait until the job ends or must be ended; return its exit status, and the death to name.
 
-    `is_tolerant`: the others continue when a rank dies; then each death is said at once.
+    If it `is_tolerant`, the others continue when a rank dies; then each death is said at once.
     """
     limit = math.inf if timeout is None else time.monotonic() + timeout
     failed, is_ending, dead_at = 0, False, math.inf

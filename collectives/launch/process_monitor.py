@@ -98,7 +98,7 @@ class ProcessMonitor:
     def __init__(self, job: str, size: int) -> None:
         """Listen in `job`, the directory of the job, to the ranks of this host.
 
-        `size`: the number of its ranks, on all hosts.
+        `size` is the number of the job's ranks, on all hosts.
         """
         self._job, self._size = job, size
         self.status = 0  # of the first rank that reported a failure

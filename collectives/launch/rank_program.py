@@ -22,12 +22,12 @@ DROP_IN, TRAFFIC = "--drop-in", "--traffic"  # may precede the program
 def run_rank(command: list[str]) -> None:
     """Run the program as ``python -m mpi4py`` would: an uncaught exception aborts the whole job.
 
+    `command` is the program, after the options of this file.
+
     This does not work before MPI_Init: with MPICH the other ranks then wait in MPI_Init for ever,
     and Open MPI 5's mpirun hangs if it has to end a rank that is just connecting.  Therefore a
     failing rank also reports to the launcher, which ends the job if mpirun does not.  If all ranks
     exit with the same status, nothing is aborted.
-
-    `command`: the program, after the options of this file.
     """
     gpus_per_rank, command = gpus.read_options(command)
     drop_in, command = _drop_in(command)

@@ -104,7 +104,7 @@ class Shares(NamedTuple):
     ) -> Iterator[DeviceOperation]:
         """Yield the parts of an operation that a block has; a block has one thread.
 
-        `at`: the number of the operation.
+        `at` is the number of the operation.
         """
         num_elements = operation.size // itemsize
         unit = self.units[at % len(self.units)]

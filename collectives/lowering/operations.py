@@ -40,8 +40,11 @@ WAITING = DeviceKind.AWAIT, DeviceKind.RECEIVE
 class Counter(NamedTuple):
     """A number that the rank `writer` raises and the rank `reader` awaits.
 
-    `is_read`: it counts the messages from `reader` that `writer` has read; if False, the messages
-    for `reader` that are ready in the memory of `writer`, or that were sent.
+    Attributes
+    ----------
+    is_read : bool
+        Whether it counts the messages from `reader` that `writer` has read; if not, it counts the
+        messages for `reader` that are ready in the memory of `writer`, or that were sent.
     """
 
     writer: int
@@ -66,8 +69,13 @@ class Place(NamedTuple):
 class DeviceOperation(NamedTuple):
     """One operation; `DeviceKind` says which fields it has.
 
-    `round`: the round of the algorithm.  `lefts`: of a combination, which begins with the first
-    operand, the operands that come on its left: bit k stands for operand k.
+    Attributes
+    ----------
+    round : int
+        The round of the algorithm.
+    lefts : int
+        The operands of a combination that come on the left of the first operand, with which it
+        begins: bit k stands for operand k.
     """
 
     kind: DeviceKind

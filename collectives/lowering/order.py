@@ -94,8 +94,12 @@ def _cause_of(
 class Clocks:
     """How many operations of each rank certainly come before an operation, or are it.
 
-    The beginning of a call counts as the first operation of its rank.  `events`: all operations in
-    order.
+    The beginning of a call counts as the first operation of its rank.
+
+    Attributes
+    ----------
+    events : list
+        All operations in order.
     """
 
     def __init__(self, ranks: Operations) -> None:

@@ -27,7 +27,10 @@ class Span(NamedTuple):
 class Spans:
     """The memory of one rank.
 
-    `aliasing`: where its output lies beside its input; see `programs.placement.compile_lane`.
+    Attributes
+    ----------
+    aliasing : int, "none" or "odd"
+        Where its output lies beside its input; see `programs.placement.compile_lane`.
     """
 
     def __init__(self, aliasing: Aliasing, itemsize: int) -> None:

@@ -109,7 +109,10 @@ def _around(
 class _Search:
     """Leaves out awaits as long as all required orders hold.
 
-    `ignored`: (rank, index) of the awaits that are left out.
+    Attributes
+    ----------
+    ignored : set of (rank, index)
+        The awaits that are left out.
     """
 
     def __init__(self, clocks: Clocks, needed: dict[Before, None]) -> None:

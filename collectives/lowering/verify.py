@@ -43,7 +43,11 @@ class Sizes(NamedTuple):
 class LoweredCall(NamedTuple):
     """A call: for each rank its program, its device program, and the sizes of its arrays.
 
-    `num_blocks`: of each rank's kernel; then there is a device program for each block of each rank.
+    Attributes
+    ----------
+    num_blocks : int
+        The number of blocks of each rank's kernel; then there is a device program for each block of
+        each rank.
     """
 
     programs: Sequence[Program]
@@ -171,7 +175,7 @@ def _work(row: Row, layout: MemoryLayout, words: Words) -> None:
 class _Watched:
     """The memory of a rank, and when each agent has read or written each of its words.
 
-    `names`: of all agents.
+    `names` are those of all agents.
     """
 
     def __init__(self, names: Sequence[str], num_words: int) -> None:

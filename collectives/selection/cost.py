@@ -56,8 +56,8 @@ def price(
 ) -> float:
     """Return the predicted seconds of one call, from its programs on all ranks.
 
-    All ranks begin at the same time; the call ends when the last rank has ended.  `hosts`: the host
-    of each rank; None: all are on the same host.
+    All ranks begin at the same time; the call ends when the last rank has ended.  `hosts` has the
+    host of each rank; None if all are on the same host.
     """
     return simulate(programs, machine, hosts=hosts).seconds
 
@@ -73,7 +73,7 @@ def price_call(
 
     `num_bytes` is the n of the formulas.  On a fitted machine the call is simulated, up to
     MAX_SIMULATED ranks; for more ranks that would take too long for a choice inside a call, and the
-    formulas of the algorithm are used.  `machine`: None if none was fitted: formulas, with rough
+    formulas of the algorithm are used.  If no `machine` was fitted, formulas are used with rough
     costs.  All ranks compute the same number.
     """
     if machine is None or size > MAX_SIMULATED:
@@ -113,9 +113,9 @@ class Bound(NamedTuple):
 def lower_bound(collective: str, p: int, n: int, pieces: int = 1) -> Bound:
     """Return bounds for `p` ranks and a vector of `n` bytes.
 
-    n is the size of the whole vector; for scatter and gather that of the root's buffer, for
-    all-gather that of the result, for all-to-all that of one rank's input.  `pieces`: into how many
-    a broadcast or reduce cuts it, each in a message of its own.
+    n is the size of the whole vector; for scatter and gather the size of the root's buffer, for
+    all-gather of the result, for all-to-all of one rank's input.  A broadcast or reduce cuts it
+    into `pieces`, each in a message of its own.
 
     Rounds: the data of one rank can reach two ranks in one round and four in two (Bar-Noy and
     Kipnis 1994; N pieces: Traff 2024).  Bytes: in a broadcast, all n bytes must reach every rank
@@ -123,7 +123,10 @@ def lower_bound(collective: str, p: int, n: int, pieces: int = 1) -> Bound:
     in an all-reduce twice as many as in a scatter (Patarasuk and Yuan 2009).  Work: p vectors need
     p - 1 combinations, and some rank makes at least a p-th of them (Chan et al. 2007).
 
-    Raises ValueError for an unknown collective, or for less than one rank or piece.
+    Raises
+    ------
+    ValueError
+        For an unknown collective, or for less than one rank or piece.
     """
     if collective not in SPECS:
         raise ValueError(f"unknown collective {collective!r}; known: {', '.join(SPECS)}")

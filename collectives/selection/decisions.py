@@ -160,7 +160,7 @@ class Decisions:
     ) -> Iterator[tuple[str, str]]:
         """Yield algorithms measured on `ranks`, best first, with a text that names the table.
 
-        Some may not serve.  `instead_of`: the ranks of the call, if they are others.
+        Some may not serve.  `instead_of` are the ranks of the call, if they are others.
         """
         measured = self.measured.get(ranks)
         if measured is not None and (rows := measured.tables.get(collective)):

@@ -27,7 +27,7 @@ def fields(
 ) -> dict[str, Any]:
     """Return an object with exactly these fields, or with any fields if `names` is None.
 
-    `optional`: fields that it may have too.
+    `optional` are fields that it may have too.
     """
     if not isinstance(value, dict):
         raise ValueError(f"{place} must be an object")

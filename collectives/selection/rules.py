@@ -34,7 +34,10 @@ class Rule(NamedTuple):
 class Hosts(NamedTuple):
     """How many hosts there are, and how many ranks the largest one has.
 
-    `have_devices`: whether the ranks of the only host read each other's arrays on devices.
+    Attributes
+    ----------
+    have_devices : bool
+        Whether the ranks of the only host read each other's arrays on devices.
     """
 
     number: int
