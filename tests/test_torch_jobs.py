@@ -22,7 +22,7 @@ from tests.chaos import __main__ as chaos
 from tests.chaos.drawing import Job, Step
 from tests.docs.pages import blocks
 
-pytestmark = pytest.mark.ranks(n=3)
+pytestmark = pytest.mark.ranks(n=4)
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "torch.md"

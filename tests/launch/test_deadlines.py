@@ -18,7 +18,7 @@ from collectives.diagnostics import hang_report
 from collectives.launch import launch
 from collectives.launch.job import find_mpirun
 
-pytestmark = pytest.mark.ranks(n=4)
+pytestmark = pytest.mark.ranks(n=6)
 
 ROOT = Path(__file__).parent.parent.parent
 is_open_mpi = find_mpirun().vendor == "openmpi"

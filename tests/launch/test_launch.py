@@ -703,6 +703,7 @@ LIVES = {
 }
 
 
+@pytest.mark.ranks(n=6)
 def test_what_is_no_death_ends_no_job(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank does something else; one that were taken for dead would be named."""
     monkeypatch.setattr(launcher, "_DEATH_SECONDS", 0.5)

@@ -26,9 +26,13 @@ class Progress:
         self._total = 0.0
 
     def begin(self, nodeids: Iterable[str]) -> None:
-        """Begin with these tests."""
-        self._left = {nodeid: self._expected.expected(nodeid) for nodeid in nodeids}
-        self._total = sum(self._left.values())
+        """Begin with these tests; once, though each process that runs tests collects them.
+
+        One that takes the place of a process that has crashed does so in the midst of the run.
+        """
+        if not self._total:
+            self._left = {nodeid: self._expected.expected(nodeid) for nodeid in nodeids}
+            self._total = sum(self._left.values())
 
     def end(self, nodeid: str) -> None:
         """Count a test as done."""
@@ -55,18 +59,18 @@ class Remaining:
         self._config = config
         self._progress = Progress(durations.of_last_run(config))
         self._seconds = defaultdict[str, float](float)
-        self._begun = self._said = time.monotonic()
+        self._begun = 0.0  # when the first test began
+        self._said = time.monotonic()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        self._begin(item.nodeid for item in session.items)
+        self._progress.begin(item.nodeid for item in session.items)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
-        self._begin(ids)
+        self._progress.begin(ids)
 
-    def _begin(self, nodeids: Iterable[str]) -> None:
-        self._begun = self._said = time.monotonic()
-        self._progress.begin(nodeids)
+    def pytest_runtest_logstart(self) -> None:
+        self._begun = self._begun or time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds[report.nodeid] += report.duration

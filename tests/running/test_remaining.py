@@ -49,6 +49,13 @@ def test_a_test_that_ends_twice_counts_once() -> None:
     assert twice.line(50.0) == once.line(50.0)
 
 
+def test_who_collects_in_the_midst_of_the_run_does_not_begin_it_again() -> None:
+    """As a process does that takes the place of one that has crashed."""
+    again, once = progress(KNOWN, TESTS[0]), progress(KNOWN, TESTS[0])
+    again.begin(TESTS)
+    assert again.line(50.0) == once.line(50.0)
+
+
 PLUGIN = """
 from tests.running import remaining
 remaining.SECONDS = 0.0

@@ -91,6 +91,9 @@ def test_each_step_has_another_routing() -> None:
     assert (first != second).any()
 
 
+@pytest.mark.slow
+@pytest.mark.on_open_mpi
+@pytest.mark.ranks(n=4)
 def test_a_quick_run_measures_everything(tmp_path, capsys) -> None:
     path = tmp_path / "moe.json"
     assert main(["moe", "--quick", "--ranks", "4", "--json", str(path)]) == 0, capsys.readouterr()

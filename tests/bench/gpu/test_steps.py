@@ -131,6 +131,9 @@ def on_the_host(step):
     return Step(step.name, words.split(), step.json)
 
 
+@pytest.mark.slow
+@pytest.mark.on_open_mpi
+@pytest.mark.ranks(n=2)
 def test_the_numbers_become_tables_of_the_documents(tmp_path):
     """Steps run on the host here; a run without an MPI has no numbers of collectives."""
     some = gpu.chosen(gpu.steps(None), ["collectives", "train tensor"])
