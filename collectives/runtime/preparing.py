@@ -54,15 +54,15 @@ def prepare_call(
     """
     execution = _execution(origin, spec, program, use, arrays, tag, number)
     numbered = _numbers(origin, use, number)
-    shown, on_device = _shown(origin, spec, program, numbered), None
+    shown, if_staged = _shown(origin, spec, program, numbered), None
     if isinstance(execution, OnDevice) and spec.direct is not None:
-        program, on_device = execution.program, execution
+        program, if_staged = execution.program, shown
+        shown = _shown(origin, spec.if_direct, program, numbered)
     divisor = spec.num_contributions(origin.transport.size)
     prepared = Prepared(origin.transport, program, execution, shown, op=spec.op, divisor=divisor)
-    if on_device is not None:  # which has another program if it is staged
-        prepared.shown = _shown(origin, spec.if_direct, program, numbered)
-        prepared.shown_if_staged = shown
-        on_device.when_staged = partial(_note_staged, ref(prepared))
+    if isinstance(execution, OnDevice) and if_staged is not None:
+        prepared.shown_if_staged = if_staged
+        execution.when_staged = partial(_note_staged, ref(prepared))
     prepared.is_ahead = use == "ahead"
     if use != "plan":
         prepared.number = number
