@@ -147,8 +147,8 @@ class Work(Generic[Result]):
     ) -> Work[Any]:
         """Return the work of a call of `owner` that consists of one `run`, begun by compiled code.
 
-        It keeps the arrays `x` and `result`.  `timeout` is as in `wait`; `is_blocking` says whether it
-        is a blocking call.
+        It keeps the arrays `x` and `result`.  `timeout` is as in `wait`; `is_blocking` says whether
+        it is a blocking call.
         """
         work = cls(owner, None, timeout, is_blocking=is_blocking)
         work._run, work._x, work._result = run, x, result
