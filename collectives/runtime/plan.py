@@ -68,6 +68,7 @@ class Plan:
         self._execution = execution = prepared.reusable
         if prepared.is_reusable:
             execution.reuse_for_plan(prepared.key, self.num_runs, tag)
+            execution.update_dtypes(source, target)
         else:
             prepared.let_code_start(self.num_runs, arrays)
         self._arrays = source, target

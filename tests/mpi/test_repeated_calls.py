@@ -16,6 +16,7 @@ import collectives
 from collectives import Communicator, Operator, SentReceived
 from collectives.diagnostics.flight_recorder import NUM_CALLS
 from collectives.engines.compiled import CompiledExecution
+from collectives.engines.mpi import MpiTransport
 from collectives.runtime import kind, pool
 from collectives.runtime.plan import Plan
 from collectives.runtime.session import Session
@@ -358,6 +359,38 @@ def test_two_that_free_a_plan_at_once_give_its_execution_back_once(
     monkeypatch.undo()
     for _ in range(3):
         assert comm.plan.all_reduce(np.ones(3)).run()[0] == comm.size  # type: ignore[index]
+
+
+def test_plans_of_other_sizes_make_one_execution_each(
+    comm: Communicator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    right = MpiTransport.execution
+
+    def execution(self: MpiTransport, *args: Any) -> Any:
+        made.append(args[0].num_rounds)
+        return right(self, *args)
+
+    monkeypatch.setattr(MpiTransport, "execution", execution)
+    for length in (3, 5, 7, 9):
+        assert comm.plan.all_reduce(np.ones(length)).run()[-1] == comm.size  # type: ignore[index]
+    assert len(made) == 4
+    for length in (3, 5, 7, 9):  # none was freed
+        comm.plan.all_reduce(np.ones(length))
+    assert len(made) == 8
+
+
+def test_a_plan_of_an_equal_dtype_takes_the_execution_of_one_that_was_freed(
+    comm: Communicator,
+) -> None:
+    for step in range(4):
+        x = np.full(3, step + comm.rank, np.dtype([("a", np.int16)]))  # another object every time
+        plan = comm.plan.all_gather(x)
+        for _ in range(2):
+            got = plan.run()
+            assert got is not None and got["a"][-1] == step + comm.size - 1
+        plan.free()
+    assert comm.last_calls()[-1]["call"] == "4.2"
 
 
 def test_no_array_of_a_plan_is_kept_alive(comm: Communicator) -> None:
