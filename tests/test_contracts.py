@@ -60,6 +60,7 @@ def test_every_contract_is_kept() -> None:
 
 
 @pytest.mark.parametrize("breach", BREACHES, ids=str)
+@pytest.mark.slow
 def test_a_breach_is_noticed(copied: Path, breach: tuple[str, str]) -> None:
     (name, line), contract = breach, BREACHES[breach]
     path = copied / name

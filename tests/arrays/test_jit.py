@@ -132,6 +132,7 @@ print("numba.np.linalg" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_what_only_compiling_needs_is_not_loaded_with_the_librarys_functions(
     tmp_path: Path,
 ) -> None:

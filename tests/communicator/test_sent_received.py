@@ -31,12 +31,14 @@ EVEN = SentReceived([2] * P, [2] * P)
 
 @pytest.mark.parametrize("check", [False, True])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.slow
 def test_own_counts_give_the_result_of_a_table(size: int, check: bool) -> None:
     collectives.run(own_counts_are_enough, size, timeout=60, check=check)
     collectives.run(counts_travel_ahead_of_blocks_that_are_sent_on, size, timeout=60, check=check)
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.slow
 def test_own_counts_serve_device_arrays(size: int) -> None:
     def body(comm: Communicator) -> None:
         own_counts_are_enough(comm, on_device, on_host)

@@ -202,6 +202,7 @@ def test_a_comparison_by_messages_that_fails_is_logged_as_failed() -> None:
 
 
 @pytest.mark.parametrize("mode", [True, "finite"])
+@pytest.mark.slow
 def test_some_ranks_may_have_host_arrays(mode: Any) -> None:
     def body(comm: Communicator) -> None:
         x, on_the_host = on_device(np.ones(6)), np.ones(6)

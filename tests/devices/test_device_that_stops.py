@@ -158,6 +158,7 @@ def outcomes(seed: int, check_end: CheckEnd = is_refused) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("first", range(0, 48, 12))
+@pytest.mark.slow
 def test_no_rank_takes_void_results_for_right(first: int, releases: list[bool]) -> None:
     found = [outcome for seed in range(first, first + 12) for outcome in outcomes(seed)]
     assert not any(outcome.is_wrong for outcome in found)
@@ -166,6 +167,7 @@ def test_no_rank_takes_void_results_for_right(first: int, releases: list[bool]) 
     assert all(releases)
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_let_the_others_know_is_noticed(
     monkeypatch: pytest.MonkeyPatch, releases: list[bool]
 ) -> None:

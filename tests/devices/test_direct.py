@@ -62,6 +62,7 @@ def sums(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("device", ["auto", "staged"])
+@pytest.mark.slow
 def test_no_data_of_a_device_goes_through_host_memory(pairs: None, device: str) -> None:
     """If ranks cannot read each other's memory, and if none does."""
 

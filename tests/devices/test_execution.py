@@ -69,6 +69,7 @@ def jobs_of(collective: str) -> list[Job]:
 
 @pytest.mark.parametrize("size", QUEUE_LENGTHS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.slow
 def test_every_algorithm_gives_the_serial_result_on_devices(collective: str, size: int) -> None:
     gpu().reset(seed=size, queue_length=QUEUE_LENGTHS[size])
     jobs = [job for job in jobs_of(collective) if job.size == size]
@@ -84,6 +85,7 @@ def test_every_algorithm_gives_the_serial_result_on_devices(collective: str, siz
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_order_in_which_devices_execute(seed: int) -> None:
     gpu().reset(seed, queue_length=8 + seed)
 
@@ -96,6 +98,7 @@ def test_results_do_not_depend_on_the_order_in_which_devices_execute(seed: int) 
 
 
 @pytest.mark.parametrize("dtype", ON_GPU)
+@pytest.mark.slow
 def test_every_dtype_is_combined_on_devices(dtype: str) -> None:
     ops = [op for op, dtypes in OPS.items() if dtype in dtypes]
 
@@ -113,6 +116,7 @@ def test_programs_on_devices_do_what_they_do_on_the_host(scenario: Any) -> None:
     run(lambda comm: scenario(comm, on_device, on_host), 3)
 
 
+@pytest.mark.slow
 def test_results_have_the_bits_of_the_host() -> None:
     """Also of float16, for which each combination is rounded."""
 
@@ -461,6 +465,7 @@ def test_a_dtype_without_a_kernel_is_staged() -> None:
 @pytest.mark.parametrize(
     ("hosts", "start"), [((0, 0, 1, 1), 0), ((0, 1, 1, 1), 5), ((0, 1, 0, 1), 10)]
 )
+@pytest.mark.slow
 def test_ranks_of_other_hosts_are_staged(
     hosts: tuple[int, ...], start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -682,6 +687,7 @@ def test_ranks_may_wait_for_calls_in_different_orders() -> None:
     run(body, 4)
 
 
+@pytest.mark.slow
 def test_all_slots_are_given_back() -> None:
     """Also those of proposals of links that turn out to be needless."""
 

@@ -169,10 +169,12 @@ def sanitized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return binary
 
 
+@pytest.mark.slow
 def test_every_algorithm_gives_what_its_device_programs_say(binary: Path, tmp_path: Path) -> None:
     check(binary, every_run([1, 2, 3, 4]), tmp_path)
 
 
+@pytest.mark.slow
 def test_no_algorithm_has_a_race(sanitized: Path, tmp_path: Path) -> None:
     assert check(sanitized, every_run([2, 3]), tmp_path) == ""
 

@@ -55,6 +55,7 @@ def shown_links(comm: Communicator) -> str:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.slow
 def test_every_algorithm_as_a_kernel_gives_the_serial_result(collective: str, size: int) -> None:
     every = some_jobs(collective, SIZES, lambda job: [job.algorithm])
     jobs = [job for job in every if job.size == size]
@@ -73,6 +74,7 @@ def write(x: FakeDeviceArray, values: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_plans_and_repeated_calls_are_right_as_kernels(seed: int) -> None:
     gpu().reset(seed)
     jobs = all_jobs(2 + seed % 3)[seed::60]

@@ -252,6 +252,7 @@ def test_a_kernel_gives_what_the_host_gives(library: ctypes.CDLL, function: str,
 
 @pytest.mark.parametrize("is_left", [False, True])
 @pytest.mark.parametrize(("function", "name"), COMBINATIONS)
+@pytest.mark.slow
 def test_special_values_are_combined_as_on_the_host(
     library: ctypes.CDLL, function: str, name: str, is_left: bool
 ) -> None:

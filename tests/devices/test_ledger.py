@@ -112,6 +112,7 @@ def test_a_message_of_a_call_that_is_not_complete_has_no_link() -> None:
 
 
 @pytest.mark.parametrize("device", ["auto", "staged"])
+@pytest.mark.slow
 def test_every_algorithm_sends_on_devices_what_it_sends_on_the_host(
     device: Literal["auto", "staged"],
 ) -> None:
@@ -218,6 +219,7 @@ def test_a_clock_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.seconds < readings[0].seconds < readings[1].seconds
 
 
+@pytest.mark.slow
 def test_a_call_that_the_device_does_not_end_has_no_end() -> None:
     def body(comm: Communicator) -> None:
         x, y = on_device(np.ones(12)), on_device(np.ones(12))

@@ -171,11 +171,13 @@ def run_programs(
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_every_two_uses_of_memory_are_in_order(seed: int, kind: str) -> None:
     run_programs(seed, 20)
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_every_two_uses_of_memory_are_in_order_if_queues_are_full(seed: int, kind: str) -> None:
     run_programs(seed, is_held=False)
 
@@ -243,12 +245,14 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     return noted
 
 
+@pytest.mark.slow
 def test_runs_whose_events_are_noted_are_in_order(kind: str, events: Events) -> None:
     """It is not the fixture that is noticed."""
     run_programs(1)
 
 
 @pytest.mark.parametrize("ignored", ["starts", "ends", "ends for callers"])
+@pytest.mark.slow
 def test_a_run_that_does_not_wait_for_an_event_is_noticed(
     ignored: str, kind: str, events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +260,7 @@ def test_a_run_that_does_not_wait_for_an_event_is_noticed(
     assert is_noticed(monkeypatch, "with scratch")  # which calls of a kind have in common
 
 
+@pytest.mark.slow
 def test_a_stream_that_does_not_wait_for_an_asynchronous_call_is_noticed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,6 +277,7 @@ def test_ranks_that_do_not_wait_for_events_are_noticed(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.slow
 def test_ranks_that_do_not_wait_for_counters_are_noticed(
     is_read: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,6 +296,7 @@ def test_ranks_that_do_not_wait_for_counters_are_noticed(
 
 
 @pytest.mark.parametrize("kind", MESSAGES, indirect=True)
+@pytest.mark.slow
 def test_a_message_that_is_read_before_it_is_ready_is_noticed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -305,6 +312,7 @@ def test_a_message_that_is_read_before_it_is_ready_is_noticed(
 
 
 @pytest.mark.parametrize("kind", MESSAGES, indirect=True)
+@pytest.mark.slow
 def test_memory_of_messages_that_is_used_again_too_early_is_noticed(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

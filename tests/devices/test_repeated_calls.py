@@ -76,6 +76,7 @@ def jobs_of(collective: str) -> list[Job]:
 
 @pytest.mark.parametrize("size", QUEUE_LENGTHS)
 @pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.slow
 def test_every_algorithm_is_right_when_it_runs_again(collective: str, size: int) -> None:
     gpu().reset(seed=size, queue_length=QUEUE_LENGTHS[size])
     jobs = [job for job in jobs_of(collective) if job.size == size]

@@ -171,6 +171,7 @@ SHOWN = {"pipeline show": "pipelines", "pipeline compare": "pipelines", "plan": 
 
 
 @pytest.mark.parametrize("name", SHOWN)
+@pytest.mark.slow
 def test_what_training_shows_is_what_the_command_prints(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,6 +226,7 @@ def test_the_traffic_by_axis_is_what_the_command_prints(capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.slow
 def test_what_each_stage_of_zero_sends_and_keeps_is_what_is_shown(
     zero: int, tmp_path: Path
 ) -> None:

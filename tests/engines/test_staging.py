@@ -51,6 +51,7 @@ def test_the_host_cannot_look_into_a_fake_device_array() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.slow
 def test_every_algorithm_serves_device_arrays(size: int) -> None:
     def every(comm: Communicator) -> None:
         # The way of arrays to the host and back is the same for all sizes.

@@ -19,6 +19,7 @@ from tests.switching import switching_every
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+@pytest.mark.slow
 def test_programs_run_on_threads(scenario: Callable[[Communicator], None], size: int) -> None:
     collectives.run(scenario, size, timeout=30)
 

@@ -112,6 +112,7 @@ LAYOUTS: list[dict[str, int]] = [
 
 @pytest.mark.parametrize("axes", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_every_layout_trains_as_one_rank(name: str, axes: dict[str, int]) -> None:
     """Losses and parameters of 2 clipped steps; traffic and memory of each, to the byte."""
     check(setup_of(Images(name), **axes))

@@ -75,6 +75,7 @@ def output_of(program: str, **environment: object) -> list[str]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_every_function_is_compiled_once_by_processes_that_come_at_once(tmp_path: Path) -> None:
     orders = [FUNCTIONS[i:] + FUNCTIONS[:i] for i in range(4)]
     lines = lines_of([start(PROGRAM, *order, NUMBA_CACHE_DIR=tmp_path) for order in orders])

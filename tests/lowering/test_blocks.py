@@ -50,6 +50,7 @@ def prove(calls: Sequence[Case], record: Callable[[str, object], None]) -> None:
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_every_algorithm_in_blocks_is_proved(
     collective: str, name: str, record_property: Callable[[str, object], None]
 ) -> None:

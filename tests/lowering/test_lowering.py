@@ -48,6 +48,7 @@ def prove(calls: Sequence[Case], record: Record) -> None:
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_every_algorithm_is_proved_on_few_ranks(
     collective: str, name: str, record_property: Record
 ) -> None:
@@ -56,6 +57,7 @@ def test_every_algorithm_is_proved_on_few_ranks(
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_every_algorithm_is_proved_on_more_ranks(
     collective: str, name: str, record_property: Record
 ) -> None:
@@ -65,6 +67,7 @@ def test_every_algorithm_is_proved_on_more_ranks(
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_every_algorithm_is_proved_on_many_ranks(
     collective: str, name: str, record_property: Record
 ) -> None:

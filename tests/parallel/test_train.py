@@ -451,6 +451,7 @@ ADVISED: dict[tuple[str, ...], tuple[str, ...]] = {  # refused words, and those 
 
 
 @pytest.mark.parametrize("refused", ADVISED)
+@pytest.mark.slow
 def test_a_mesh_that_is_advised_works(refused: tuple[str, ...]) -> None:
     """Each axis, stage and name in the sentence, in place of the words that are refused."""
     kept = ADVISED[refused]

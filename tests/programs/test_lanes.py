@@ -42,6 +42,7 @@ def cut(collective: str, name: str, size: int, num_bytes: int) -> int:
 
 @pytest.mark.usefixtures("_tiny_segments")
 @pytest.mark.parametrize(("collective", "name"), REDUCTIONS)
+@pytest.mark.slow
 def test_every_element_arrives_where_it_must(collective: str, name: str) -> None:
     entry, words = algorithms.info(collective, name), Words()
     for size in filter(entry.serves, (2, 3, 4, 8)):

@@ -172,6 +172,7 @@ def cases(collective: str, name: str) -> Iterator[tuple[str, int, int, int, bool
 
 
 @pytest.mark.parametrize(("collective", "name"), [e for e in EVERY if e[0] != "barrier"])
+@pytest.mark.slow
 def test_every_element_arrives_through_bound_plans(collective: str, name: str) -> None:
     is_ordered, words = algorithms.info(collective, name).is_ordered, Words()
     for label, size, root, length, in_place in cases(collective, name):

@@ -53,6 +53,7 @@ def num_slots(trainer: Trainer) -> int:
         ("dualpipe-v", {"expert": 4}),
     ],
 )
+@pytest.mark.slow
 def test_training_equals_one_rank(schedule: str, axes: dict[str, int]) -> None:
     """Losses, parameters, traffic and memory; by turns in some slots of each rank."""
     ends = check(overlapped(schedule, **axes))
@@ -60,6 +61,7 @@ def test_training_equals_one_rank(schedule: str, axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.slow
 def test_other_ways_to_shard_equal_one_rank(zero: int) -> None:
     """Units that exist while a layer runs leave no turns: layers follow each other."""
     ends = check(overlapped(zero=zero))
@@ -77,11 +79,13 @@ def test_other_ways_to_shard_equal_one_rank(zero: int) -> None:
         Mixture("expert-choice", blocks=4, padding="capacity"),
     ],
 )
+@pytest.mark.slow
 def test_other_mixtures_equal_one_rank(mixture: Mixture) -> None:
     check(overlapped(mixture=mixture, expert=4 if mixture.ranks_per_host else 2))
 
 
 @pytest.mark.parametrize("dispatch", ["weights", "cheaper"])
+@pytest.mark.slow
 def test_ranks_wait_equally_often(dispatch: str) -> None:
     """In each of several parts, although ranks along context may dispatch in different ways."""
     mixture = Mixture("stable", blocks=4, dispatch=dispatch, num_parts=3)

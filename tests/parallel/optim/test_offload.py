@@ -128,6 +128,7 @@ def test_every_offload_gives_the_same_bits(
 @pytest.mark.parametrize(
     ("make", "size"), [(serial, 1), (ddp, 3), (zero1, 3), (zero2, 3), (zero3, 3)]
 )
+@pytest.mark.slow
 def test_all_that_crosses_is_counted(make: Make, size: int, dtype: str, tmp_path: Path) -> None:
     """A device's arrays: training is as on the host, and nothing else goes to and fro.
 

@@ -81,6 +81,7 @@ def uses(action: Action, receive: Receive) -> bool:
 
 
 @each_schedule
+@pytest.mark.slow
 def test_messages_that_start_in_their_place_delay_nothing(name: str) -> None:
     for p, m in ((2, 4), (4, 8), (6, 12)):
         schedule = make(name, p, m)

@@ -147,6 +147,7 @@ def predicted(candidate: Candidate) -> tuple[float, float, dict[str, int]]:
 
 
 @pytest.mark.parametrize("candidate", RUNS, ids=str)
+@pytest.mark.slow
 def test_a_plan_is_to_the_byte_what_a_trainer_predicts(candidate: Candidate) -> None:
     """Of small runs, whose predictions other tests compare with what ranks do."""
     cost = cost_of(SMALL, candidate, Machine(1, 8))
@@ -202,6 +203,7 @@ def test_the_command_lists_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no layout fits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_command_alone_plans_gpt_3(capsys: pytest.CaptureFixture[str]) -> None:
     assert COMMAND.main([]) == 0
     assert capsys.readouterr().out.startswith("175.2 G parameters")

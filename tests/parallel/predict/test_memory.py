@@ -152,6 +152,7 @@ def test_every_category_of_one_rank_is_what_the_formula_says() -> None:
 @pytest.mark.parametrize(
     ("name", "size"), [(name, size) for name, (_, sizes) in STRATEGIES.items() for size in sizes]
 )
+@pytest.mark.slow
 def test_every_category_is_what_the_formula_says(name: str, size: int) -> None:
     """Two cases for each number of ranks, others for each strategy; together all of them."""
     first = 2 * size + list(STRATEGIES).index(name)

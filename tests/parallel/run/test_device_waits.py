@@ -30,6 +30,7 @@ OTHERS: dict[str, dict[str, int]] = {
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.slow
 def test_the_host_waits_where_the_loss_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of a pipeline that have no loss, and the server, wait for nothing."""
     wanted = [rank.losses for rank in trained(name)]

@@ -266,6 +266,7 @@ IS_BITWISE = {
 @pytest.mark.parametrize(
     ("ranks", "algorithm"), [(ranks, name) for ranks, name in SERVED if IS_BITWISE[name]]
 )
+@pytest.mark.slow
 def test_predicted_is_recorded_by_every_algorithm(ranks: int, algorithm: str) -> None:
     ends = train(partial(ddp, algorithm=algorithm, bucket_bytes=9000), ranks, steps=2)
     assert "two columns compared" in verdict(ends)

@@ -159,6 +159,7 @@ LOSERS = [[], [0], [0, 1, 3]]
 
 @pytest.mark.parametrize("losers", LOSERS, ids=str)
 @pytest.mark.parametrize("call", range(LAST + 1))
+@pytest.mark.slow
 def test_wherever_a_rank_dies_the_others_end_as_those_would_whom_it_left_there(
     call: int, losers: list[int]
 ) -> None:

@@ -133,6 +133,7 @@ SYNC_AND_ASYNC = [SyncParameterServer, AsyncParameterServer]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+@pytest.mark.slow
 def test_losses_of_100_steps_are_those_of_one_rank(ranks: int) -> None:
     for run in train(SyncParameterServer, ranks, steps=100):
         np.testing.assert_allclose(run.losses, serial_losses(), rtol=1e-9)
