@@ -102,28 +102,6 @@ class Calls:
         if self.is_planning and (async_op or timeout is not None):
             raise TypeError("a plan takes no async_op or timeout: start() it, or run(timeout)")
 
-    def _make(
-        self,
-        collective: str,
-        checked: Arguments | Exchange,
-        algorithm: str | None,
-        async_op: object,
-        timeout: float | None,
-        key: Key | None,
-    ) -> Any:
-        """Make a call, or a plan of it.
-
-        Parameters
-        ----------
-        checked : Arguments or function
-            The arguments, or what receives them.
-        key : tuple or None
-            The key of the call, if later calls may be made at once.
-        """
-        steps = partial(self._steps, collective, checked, algorithm, key)
-        make = self._session.started if async_op else self._session.call
-        return make(steps, timeout)
-
     def _steps(
         self,
         collective: str,
@@ -210,7 +188,9 @@ def collective(method: Method) -> Method:
         restricting = named.get("counts"), named.get("shards")
         algorithm = _checked_algorithm(name, algorithm, self.size, *restricting)
         checked = method(self, x, *args, out=out, algorithm=algorithm, **named)
-        return self._make(name, checked, algorithm, async_op, timeout, key)
+        steps = partial(self._steps, name, checked, algorithm, key)
+        make = self._session.started if async_op else self._session.call
+        return make(steps, timeout)
 
     call.__doc__ = _with_shared_sections(cleandoc(method.__doc__ or ""))
     return call  # type: ignore[return-value]

@@ -12,8 +12,8 @@ from collectives.devices import OnDevice
 from collectives.programs import CallSpec, Counts, compile_call
 from collectives.runtime.compiled_support import is_fully_compiled
 from collectives.runtime.description import Compared
-from collectives.runtime.kind import Kind
 from collectives.runtime.plan import Plan
+from collectives.runtime.pool import Kind
 from collectives.runtime.prepared import Prepared
 from collectives.runtime.preparing import Use, prepare_call
 from collectives.runtime.repeat import Repeat

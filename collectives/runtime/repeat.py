@@ -14,9 +14,9 @@ import numpy as np
 
 from collectives.arrays import HOST, LARGE, Array, Arrays, empty
 from collectives.runtime.checked import Comparison
-from collectives.runtime.kind import Kind
 from collectives.runtime.numbering import ConcurrentCall
 from collectives.runtime.plan import Plan
+from collectives.runtime.pool import Kind
 from collectives.runtime.prepared import Prepared
 from collectives.runtime.work import Owner, Steps, Work, end_interrupted
 

@@ -17,7 +17,7 @@ from collectives import Communicator, Operator, SentReceived
 from collectives.diagnostics.flight_recorder import NUM_CALLS
 from collectives.engines.compiled import CompiledExecution
 from collectives.engines.mpi import MpiTransport
-from collectives.runtime import kind, pool
+from collectives.runtime import pool
 from collectives.runtime.plan import Plan
 from collectives.runtime.session import Session
 from collectives.runtime.work import Work
@@ -287,7 +287,7 @@ def test_the_number_of_idle_executions_of_a_call_is_bounded(comm: Communicator) 
         works = [comm.all_reduce(np.full(3, n), async_op=True) for n in range(50)]
         assert [work.wait()[0] for work in works] == [n * comm.size for n in range(50)]
     (make,) = comm._session.pool.latest.values()
-    assert 0 < len(make.__self__._kind.idle) <= kind._MAX_IDLE  # type: ignore[attr-defined]
+    assert 0 < len(make.__self__._kind.idle) <= pool._MAX_IDLE  # type: ignore[attr-defined]
 
 
 def test_a_plan_like_one_that_was_freed_takes_its_execution(
