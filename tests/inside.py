@@ -101,6 +101,12 @@ def forget_memory_of_driver(driver: Driver) -> Any:
     return probes
 
 
+def forget_runs(comm: Communicator) -> None:
+    """Let the logs of a rank forget what no entry names, as they do now and then."""
+    for log in transport_of(comm).flight.logs:
+        log._forget()
+
+
 def forget_choices() -> None:
     """Forget the algorithms that were chosen by the rules."""
     select._limits.cache_clear()

@@ -92,6 +92,8 @@ class World:
         self.threads: dict[int, int] = {}
         self.has_other_threads = False
         self.failure: CollectiveError | None = None
+        # The ranks of which a call has collected a message for another call, which can go on.
+        self.served = set[int]()
 
     def post(self, address: Address, data: Bytes) -> None:
         with self.lock:
@@ -247,8 +249,16 @@ class ThreadTransport:
         )
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
+        if self.world_rank in self.world.served:  # nobody has looked at that call since
+            self.world.served.discard(self.world_rank)
+            return
         wait = Wait(self.pending, self._waiters)
-        self.world.wait_for_any(self.members[self.rank], wait, deadline)
+        self.world.wait_for_any(self.world_rank, wait, deadline)
+
+    @property
+    def world_rank(self) -> int:
+        """The rank in the world of all threads."""
+        return self.members[self.rank]
 
     def split(self, ranks: Sequence[int] | None, deadline: float | None) -> ThreadTransport | None:
         return None if ranks is None else self.subgroup(ranks, deadline)
@@ -307,8 +317,11 @@ class ThreadMessages:
         pending, claimed = self._transport.pending, set[Address]()  # by receives posted before
         for one in list(pending) if self in pending else ():
             if one is self or not set(one.addresses()).isdisjoint(self.addresses()):
+                num_before = len(one.addresses())
                 one.collect(claimed)
                 claimed.update(one.addresses())
+                if one is not self and len(one.addresses()) < num_before:
+                    self._transport.world.served.add(self._transport.world_rank)
             if one is self:
                 break
 

@@ -13,6 +13,7 @@ import pytest
 import collectives
 from collectives import Communicator
 from collectives.engines import deadline_in, poll_until
+from collectives.engines.threads import ThreadTransport, World
 from tests.scenarios.sessions import SCENARIOS
 from tests.switching import switching_every
 
@@ -38,6 +39,27 @@ def test_the_first_error_is_raised_and_frees_the_others() -> None:
     with pytest.raises(KeyError, match="mine"):
         collectives.run(body, 3)
     assert time.perf_counter() - begin < 5
+
+
+def test_a_rank_does_not_pause_when_a_call_has_collected_a_message_for_another_one() -> None:
+    """Otherwise nobody would go on with the other one, and the ranks would seem deadlocked."""
+    world = World(2)
+    sender, receiver = (ThreadTransport(world, range(2), rank) for rank in range(2))
+    first, second = receiver.messages(tag=5), receiver.messages(tag=5)
+    for messages in (first, second):
+        messages.receive(0, 0, np.empty(3, np.uint8))
+    sender.messages(tag=5).send(0, 1, np.arange(3, dtype=np.uint8))
+    assert not second.test(range(1), 1)  # the message is for the first
+    assert seconds_of(lambda: receiver.pause(deadline_in(5), 0)) < 1
+    assert first.test(range(1), 1)
+    assert seconds_of(lambda: receiver.pause(deadline_in(0.1), 0)) >= 0.1  # nothing is new
+    second.abandon()
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
 
 
 def test_threads_of_a_rank_that_receive_with_the_same_tag_lose_no_message() -> None:

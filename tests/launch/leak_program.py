@@ -24,6 +24,7 @@ import collectives
 from bench.workloads.expected import expected
 from collectives import Communicator
 from tests import hygiene
+from tests.inside import forget_runs
 from tests.mpi.hygiene import MadeOverMpi, forget_completed
 from tests.scenarios.jobs import ALGORITHMS, Job, call, dtype, random_rows, same
 
@@ -213,6 +214,7 @@ def main() -> None:
         mixture.end()
         left += hygiene.left()
         hygiene.begin()
+        forget_runs(made.worlds[0])  # logs forget some hundreds of programs at a time
         samples.append(memory())
     report = {"rank": agreement.rank, "calls": mixture.num_calls, "left": left, "samples": samples}
     for line in agreement.gather(json.dumps(report)) or []:
