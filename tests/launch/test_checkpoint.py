@@ -60,6 +60,7 @@ def test_a_rank_that_is_killed_while_saving_leaves_the_previous_checkpoint(tmp_p
     assert len([*(root / "step-00000002").iterdir()]) == 3
 
 
+@pytest.mark.ranks(n=3)
 def test_a_run_goes_on_with_its_traffic_watched(tmp_path: Path) -> None:
     """On other ranks and by another strategy; loading is part of what is predicted."""
     folder, is_open_mpi = str(tmp_path / "saved"), find_mpirun().vendor == "openmpi"
