@@ -15,9 +15,9 @@ _MAX_DIMENSIONS = 8  # of arrays that compiled code can check; `executor.MAX_DIM
 
 def is_fully_compiled(transport: Transport, spec: CallSpec, arrays: Arrays) -> bool:
     """Return whether compiled code can start such a call and run all of it."""
-    if spec.op is not None and not _has_kernels(spec.op, spec.dtype):
+    if not can_start_compiled(transport, arrays):  # then no kernel is loaded
         return False
-    return can_start_compiled(transport, arrays)
+    return spec.op is None or _has_kernels(spec.op, spec.dtype)
 
 
 def can_start_compiled(transport: Transport, arrays: Arrays) -> bool:
