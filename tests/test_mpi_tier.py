@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from collectives.launch import TIMED_OUT, launch
-from collectives.launch.mpirun import find_mpirun
 
 # Beyond the time limit of the launch itself, which then says what hung.
 pytestmark = [pytest.mark.timeout(630), pytest.mark.ranks(n=3)]
@@ -57,9 +56,8 @@ def check_suite(
     assert summary is not None and int(summary[1]) > 50, output
 
 
-# What these test is the same on any number of ranks above two.  On Open MPI it is tested on three,
-# and on MPICH on four, which is what .ci/run runs there.
-SAME_ABOVE_TWO = [
+# What these test is the same on any number of ranks above two.
+ON_UP_TO_FOUR_RANKS = [
     "test_repeated_calls.py",
     "test_errors.py",
     "test_fuzz_arguments.py",
@@ -80,8 +78,7 @@ SAME_ABOVE_TWO = [
 )
 @pytest.mark.ranks(n="num_ranks")
 def test_every_mpi_test_passes(num_ranks: int) -> None:
-    with_all_files = 1, 2, 3 if find_mpirun().vendor == "openmpi" else 4
-    check_suite(num_ranks, "mpi", without=[] if num_ranks in with_all_files else SAME_ABOVE_TWO)
+    check_suite(num_ranks, "mpi", without=ON_UP_TO_FOUR_RANKS if num_ranks > 4 else [])
 
 
 # All communicators of these are made with `check=`, so that the variable changes nothing.

@@ -106,7 +106,7 @@ class Operator:
         So a function that cannot serve fails on all ranks before anything is sent, and not half-way
         on those that combine.
         """
-        if x.size == 0:
+        if isinstance(self.function, str) or x.size == 0:
             return
         first, result = (backend.empty((1,), x.dtype) for _ in range(2))
         backend.copy(x.reshape(-1)[:1], first)
@@ -180,11 +180,10 @@ def operator(op: object, collective: str) -> Operator:
     """
     if isinstance(op, Operator):
         return op
-    named = OPERATORS.get(op) if isinstance(op, str) else None
-    if named is not None and not (named.is_average and SPECS[collective].takes is not None):
-        return named
     known = operators(collective)
-    if named is not None:
+    if isinstance(op, str) and op in known:
+        return OPERATORS[op]
+    if isinstance(op, str) and op in OPERATORS:
         raise ValueError(f"op {op!r} has no meaning for {collective}; it takes {', '.join(known)}")
     raise ValueError(
         f"unknown op {op!r}; known: {', '.join(known)}, "

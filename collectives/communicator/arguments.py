@@ -196,7 +196,7 @@ def reduction(
     `has_result` says whether this rank gets the result.
     """
     backend, source = calls._readable(x)
-    one = source if shards is None else _one_shard(calls, source, shards)
+    one = _one_shard(calls, source, shards)
     target = unwritten_out = None
     if has_result or out is not None:
         target = validation.result(out, backend, tuple(one.shape), source.dtype)
@@ -217,7 +217,7 @@ def reduce_scatter(
 ) -> Arguments:
     """Return the arguments of any rank of a reduce-scatter."""
     backend, source = calls._readable(x)
-    one = source if shards is None else _one_shard(calls, source, shards)
+    one = _one_shard(calls, source, shards)
     numbers = _divided_rows(calls, one, counts, "reduce_scatter")
     shape = (numbers[calls.rank], *one.shape[1:])
     target = validation.result(out, backend, shape, source.dtype)
@@ -226,8 +226,10 @@ def reduce_scatter(
     return Arguments(arrays, elements, target, out is not None, op=combine)
 
 
-def _one_shard(calls: Calls, x: Array, shards: int) -> Array:
-    """Return the first of this rank's logical shards."""
+def _one_shard(calls: Calls, x: Array, shards: int | None) -> Array:
+    """Return the first of this rank's logical shards; all of `x` if there are none."""
+    if shards is None:
+        return x
     own = even_counts(shards, calls.size)[calls.rank]
     if x.ndim == 0 or x.shape[0] != own:
         actual = "is 0-d" if x.ndim == 0 else f"has {x.shape[0]}"
@@ -239,8 +241,7 @@ def _checked_operator(collective: str, op: str | Operator, backend: Backend, x: 
     """Return the operator.  Raise an error if it does not fit the collective or the array."""
     chosen = operator(op, collective)
     chosen.check(x.dtype)
-    if not isinstance(chosen.function, str):
-        chosen.rehearse(backend, x)
+    chosen.rehearse(backend, x)
     return chosen
 
 

@@ -20,6 +20,7 @@ from collectives.programs import CallSpec
 from collectives.runtime import (
     MISFIT,
     Arguments,
+    Key,
     Prepared,
     Session,
     Steps,
@@ -32,7 +33,6 @@ from collectives.selection import preferences, preferred, select
 Method = TypeVar("Method", bound=Callable[..., Any])
 Exchange = Callable[[Work[Any]], Generator[Prepared, None, Arguments]]
 """Receives a header or counts, which complete the arguments of a call."""
-Key = tuple[Any, ...]
 
 # These send a header first if there is no `out=`.
 _WITH_HEADER = ("broadcast", "scatter")
@@ -183,8 +183,7 @@ def collective(method: Method) -> Method:
             result = repeat(x, out, timeout)
             if result is not MISFIT:
                 return result
-        if self.is_planning:
-            self._refuse_options_of_calls(async_op, timeout)
+        self._refuse_options_of_calls(async_op, timeout)
         restricting = named.get("counts"), named.get("shards")
         algorithm = _checked_algorithm(name, algorithm, self.size, *restricting)
         checked = method(self, x, *args, out=out, algorithm=algorithm, **named)

@@ -13,7 +13,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -518,7 +517,7 @@ class Recorder:
         `site` is the line of the program that made the call, which only `Totals` show; "" if no
         line is recorded.
         """
-        if not any(map(itemgetter(0), self._ancestry)):
+        if not any(ledgers for ledgers, _ in self._ancestry):
             return []
         entered = []
         for ledgers, call in self._calls or self._made_calls():

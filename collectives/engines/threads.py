@@ -317,16 +317,17 @@ class ThreadMessages:
         pending, claimed = self._transport.pending, set[Address]()  # by receives posted before
         for one in list(pending) if self in pending else ():
             if one is self or not set(one.addresses()).isdisjoint(self.addresses()):
-                num_before = len(one.addresses())
-                one.collect(claimed)
-                claimed.update(one.addresses())
-                if one is not self and len(one.addresses()) < num_before:
+                if one.collect(claimed) and one is not self:
                     self._transport.world.served.add(self._transport.world_rank)
+                claimed.update(one.addresses())
             if one is self:
                 break
 
-    def collect(self, claimed: Container[Address]) -> None:
-        """Collect the messages that have arrived, except at addresses that others claimed."""
+    def collect(self, claimed: Container[Address]) -> bool:
+        """Collect the messages that have arrived, except at addresses that others claimed.
+
+        Return whether there was any.
+        """
         still_pending: dict[int, tuple[int, Bytes]] = {}
         for slot, (peer, buffer) in self._pending.items():
             is_blocked = any(peer == other for other, _ in still_pending.values())
@@ -336,9 +337,11 @@ class ThreadMessages:
                 still_pending[slot] = peer, buffer
             else:
                 self._take(slot, peer, data, buffer)
+        has_collected = len(still_pending) < len(self._pending)
         self._pending = still_pending
         if not still_pending:
             self._transport.pending.remove(self)
+        return has_collected
 
     def addresses(self) -> list[Address]:
         """Return the addresses at which it waits for messages."""

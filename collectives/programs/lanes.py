@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
-from operator import attrgetter
 from typing import NamedTuple, cast
 
 from collectives.algorithms import Algorithm, Option
@@ -44,7 +43,7 @@ class Lanes:
         self.lanes, self.stride, self.copies_input = lanes, stride, copies_input
         self.num_rounds = len(lanes[0].steps)
         self.num_slots = min(WIDTH, len(lanes))
-        self.num_scratch = max(map(attrgetter("num_scratch"), lanes))
+        self.num_scratch = max(lane.num_scratch for lane in lanes)
         self.events = _events(len(lanes), self.num_rounds)
 
 

@@ -20,6 +20,7 @@ from collectives.runtime.library_calls import (
 from collectives.runtime.messages import Ends
 from collectives.runtime.performing import Arguments, make_plan, perform_call
 from collectives.runtime.plan import Plan
+from collectives.runtime.pool import Key
 from collectives.runtime.prepared import Prepared
 from collectives.runtime.repeat import MISFIT, one_run
 from collectives.runtime.session import Session
@@ -31,6 +32,7 @@ __all__ = [
     "Checker",
     "Ends",
     "Header",
+    "Key",
     "Mode",
     "Plan",
     "Prepared",

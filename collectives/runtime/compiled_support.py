@@ -22,13 +22,8 @@ def is_fully_compiled(transport: Transport, spec: CallSpec, arrays: Arrays) -> b
 
 def can_start_compiled(transport: Transport, arrays: Arrays) -> bool:
     """Return whether compiled code can start runs on these arrays."""
-    backend, *both = arrays
-    if backend is not HOST or transport.why_interpreted is not None:
-        return False
-    for x in both:  # noqa: SIM110 - all() takes longer
-        if x is not None and x.ndim > _MAX_DIMENSIONS:
-            return False
-    return True
+    is_seen = all(x is None or x.ndim <= _MAX_DIMENSIONS for x in arrays[1:])
+    return arrays.backend is HOST and is_seen and transport.why_interpreted is None
 
 
 def runs_by(

@@ -13,14 +13,12 @@ from collectives.programs import CallSpec, Counts, compile_call
 from collectives.runtime.compiled_support import is_fully_compiled
 from collectives.runtime.description import Compared
 from collectives.runtime.plan import Plan
-from collectives.runtime.pool import Kind
+from collectives.runtime.pool import Key, Kind
 from collectives.runtime.prepared import Prepared
 from collectives.runtime.preparing import Use, prepare_call
 from collectives.runtime.repeat import Repeat
 from collectives.runtime.session import Session
 from collectives.runtime.work import Steps, Work
-
-Key = tuple[Any, ...]  # of `Pool.find`
 
 
 class Arguments(NamedTuple):
@@ -67,10 +65,8 @@ def perform(
     """
     session.check()
     kind = _kind(session, "ahead" if is_ahead else "call", spec, arrays, work.is_blocking)
-    numbering, number = session.numbering, work.number
-    is_blocking = work.is_blocking
-    tag = numbering.header_tag(number) if is_ahead else numbering.tag(number, is_blocking)
-    run = kind.take(arrays, tag, number)
+    tag = session.numbering.header_tag(work.number) if is_ahead else _tag(session, work)
+    run = kind.take(arrays, tag, work.number)
     yield from _in_turn(session, work, run, spec, arrays, fields)
 
 
@@ -82,9 +78,7 @@ def perform_call(
     is_kept = spec.is_recurring or (key is not None and session.pool.is_repeated(key))
     what = work.is_blocking, arguments.unwritten_out is not None
     kind = _kind(session, "call", spec, arguments.arrays, what, is_kept=is_kept)
-    number = work.number
-    tag = session.numbering.tag(number, work.is_blocking)
-    run = kind.take(arguments.arrays, tag, number)
+    run = kind.take(arguments.arrays, _tag(session, work), work.number)
     if key is not None and is_kept and _can_repeat(session, work, run, spec, arguments):
         _let_repeat(session, work, kind, run, spec, arguments, key)
     yield from _in_turn(session, work, run, spec, arguments.arrays)
@@ -145,6 +139,11 @@ def _kind(
     # Compiled code may be there later.
     key = use, spec, arrays.backend.name, what, session.transport.why_interpreted is None
     return session.pool.kind(key, make, program)
+
+
+def _tag(session: Session, work: Work[Any]) -> int:
+    """Return the tag of the messages of a call."""
+    return session.numbering.tag(work.number, work.is_blocking)
 
 
 def _can_repeat(

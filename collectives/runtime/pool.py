@@ -22,6 +22,8 @@ _MAX_SEEN = 4096
 
 # A bound method of `Repeat`, which Python calls faster than an object.
 MakeAtOnce = Callable[[Any, Any, "float | None"], Any]
+Key = tuple[Any, ...]
+"""What a caller passes: see `Pool`."""
 Make = Callable[[Arrays, int, int], Prepared]
 """Prepares a call on some arrays, with a tag and a number."""
 
@@ -70,7 +72,7 @@ class Kind:
     def give(self, prepared: Prepared) -> None:
         """Take a prepared call back."""
         if self.like is not None and not prepared.is_reusable:
-            if not prepared.can_be_reusable:
+            if not prepared.can_be_reusable:  # it is older than compiled code
                 return
             prepared.let_code_start_like(self.like)
         prepared.execution.detach()
@@ -116,7 +118,7 @@ class Pool:
         if not is_open:
             self._forget_latest()
 
-    def find(self, key: tuple[Any, ...]) -> MakeAtOnce | None:
+    def find(self, key: Key) -> MakeAtOnce | None:
         """Return what makes the call of this key at once, or None; it becomes the latest."""
         repeat = self._repeats.get(key) if self.is_open else None
         if repeat is not None:
@@ -124,7 +126,7 @@ class Pool:
             (self.latest_plans if is_plan else self.latest)[request] = repeat
         return repeat
 
-    def add(self, key: tuple[Any, ...], repeat: MakeAtOnce) -> None:
+    def add(self, key: Key, repeat: MakeAtOnce) -> None:
         """Let `find` return `repeat` for calls of this key."""
         if len(self._repeats) >= _MAX_KINDS:
             self.forget()
@@ -142,7 +144,7 @@ class Pool:
             self._num_bytes += kind.num_bytes
         return kind
 
-    def is_repeated(self, key: tuple[Any, ...]) -> bool:
+    def is_repeated(self, key: Key) -> bool:
         """Return whether this was asked for the same key before, as far as it is remembered.
 
         Calls with counts that may never come again are kept the second time.

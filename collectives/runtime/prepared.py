@@ -294,8 +294,7 @@ class Prepared:
         """Return to where it belongs, after the next step of its call has started."""
         if (give := self.give) is not None:
             self.give = None
-            if self.when_released is not None:
-                self._release()
+            self._release()
             give(self)
 
     def _release(self) -> None:

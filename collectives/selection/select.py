@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 from collectives import algorithms
@@ -157,7 +156,7 @@ def num_bytes_of(counts: Counts, itemsize: int) -> int:
 @lru_cache(maxsize=256)
 def _limits(collective: str, decisions: Decisions | None, hosts: Hosts) -> list[float]:
     """Return the sizes at which the choice may change, in order; between two it is the same."""
-    limits = set(map(attrgetter("largest"), rules(collective, hosts)))
+    limits = {rule.largest for rule in rules(collective, hosts)}
     if decisions is None:
         return sorted(limits)
     if decisions.fitted is not None:
@@ -437,7 +436,4 @@ def using(**algorithms: str) -> Iterator[None]:
 
 def preferred(collective: str) -> str | None:
     """Return the preferred algorithm of calls that name none; None to choose."""
-    for name, label in _preferred.get():
-        if name == collective:
-            return label
-    return None
+    return next((label for name, label in _preferred.get() if name == collective), None)

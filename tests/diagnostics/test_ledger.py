@@ -32,7 +32,7 @@ def recorded(body: Any, size: int = P) -> Any:
     return collectives.run(rank, size)[0]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, 4, 8])
 @pytest.mark.parametrize(("collective", "algorithm"), ALGORITHMS)
 @pytest.mark.slow
 def test_bytes_and_messages_are_those_of_the_formula(

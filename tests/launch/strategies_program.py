@@ -1,8 +1,7 @@
 """Run by test_strategies.py: every strategy in one process, each as the training program runs it.
 
-Rank 0 prints a line for each: what was compared.  The first that differs ends the job.  The first
-argument says which of them: "all", or every other one, from the first or from the second on ("even"
-or "odd").  The other arguments are options of the training program, for all of them.
+Rank 0 prints a line for each: what was compared.  The first that differs ends the job.  Arguments
+are options of the training program, for all of them.
 """
 
 from __future__ import annotations
@@ -66,8 +65,6 @@ ROUNDED = (
     "zeropp --gradient-bits 4",
     "local-updates --every 2",
 )
-EVERY = (*EXACT, *ROUNDED)
-CHOSEN = {"all": EVERY, "even": EVERY[::2], "odd": EVERY[1::2]}
 Leak = Callable[[Communicator], None]
 ALONE: dict[tuple[object, ...], list[float]] = {}  # losses, by what one rank trains
 CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative
@@ -75,7 +72,7 @@ CLOSE = {"float64": 1e-12, "float16": 1e-5}  # of the losses, relative
 
 def training(comm: Communicator, words: str, kind: Callable[..., Training] = Training) -> Training:
     """A run of the program, which is not heard."""
-    options = COMMAND.parser().parse_args([*SMALL, *sys.argv[2:], "--strategy", *words.split()])
+    options = COMMAND.parser().parse_args([*SMALL, *sys.argv[1:], "--strategy", *words.split()])
     run = kind(with_progress(comm, options.progress), options)
     run.console = Console(file=io.StringIO())
     return run
@@ -104,8 +101,8 @@ def verdict(run: Training, table: TrafficTable, *, is_exact: bool) -> str:
 
 
 def verdicts(comm: Communicator) -> Iterator[str]:
-    """Of the strategies that were chosen; nothing on the other ranks."""
-    for words in CHOSEN[sys.argv[1]]:
+    """Of every strategy; nothing on the other ranks."""
+    for words in (*EXACT, *ROUNDED):
         run = training(comm, words)
         table = run.run()
         if table is not None:

@@ -61,7 +61,7 @@ EXACT: dict[str, Make] = {
 ALL = EXACT | {"zeropp": zeropp, "zeropp, 4 bits": partial(zeropp, gradient_bits=4)}
 DIFFER = "shapes or initial values of layers, or options, differ from rank 0's"
 RANKS = [1, 2, 3, 4, 5, 8]
-LONG = {"float64": (40, 1e-10), "float32": (10, 1e-5)}  # so many steps, and how close
+LONG = {"float64": (100, 1e-9), "float32": (20, 1e-5)}  # so many steps, and how close
 
 exact = pytest.mark.parametrize("name", EXACT)
 every = pytest.mark.parametrize("name", ALL)
@@ -133,16 +133,16 @@ def test_parameters_that_differ_would_be_noticed() -> None:
 
 @every
 def test_a_run_repeats_to_the_last_bit(name: str) -> None:
-    first, second = (train(ALL[name], 3, steps=2)[0].losses for _ in range(2))
+    first, second = (train(ALL[name], 3)[0].losses for _ in range(2))
     assert first == second
 
 
 @every
 def test_two_bytes_train_nearly_as_four(name: str) -> None:
     for dtype, close in (("float16", 2e-3), ("bfloat16", 2e-2)):
-        losses = train(ALL[name], 4, Recipe(dtype=dtype), steps=3)[0].losses
+        losses = train(ALL[name], 4, Recipe(dtype=dtype), steps=6)[0].losses
         np.testing.assert_allclose(
-            losses, serial(Recipe(dtype="float32"), steps=3).losses, rtol=close
+            losses, serial(Recipe(dtype="float32"), steps=6).losses, rtol=close
         )
 
 
@@ -169,20 +169,19 @@ def test_strategies_may_take_turns_with_a_model(kind: Any) -> None:
 def test_layers_may_be_computed_twice_instead_of_kept(name: str) -> None:
     """To the last bit the same, with as many forwards more."""
     kept, again = (
-        train(EXACT[name], 2, steps=2, of=partial(model, recompute=names))
-        for names in ((), ("block1",))
+        train(EXACT[name], 2, of=partial(model, recompute=names)) for names in ((), ("block1",))
     )
     assert kept[0].losses == again[0].losses
     numbers = [ends[0].strategy.micro_batches.num_recomputed for ends in (kept, again)]
-    assert numbers == [0, 2]
+    assert numbers == [0, 4]
     assert again[0].memory["activations"] < kept[0].memory["activations"]
 
 
 @exact
 def test_more_micro_batches_than_rows_leave_some_empty(name: str) -> None:
     """11 rows for 4 ranks, 2 or 3 each, in 3 micro-batches."""
-    ends, one = train(EXACT[name], 4, Recipe(num_micro_batches=3), steps=2), serial(steps=2)
-    np.testing.assert_allclose(ends[0].losses, one.losses, rtol=1e-12)
+    recipe = Recipe(num_micro_batches=3)
+    np.testing.assert_allclose(train(EXACT[name], 4, recipe)[0].losses, serial().losses, rtol=1e-12)
 
 
 # What it costs
@@ -269,7 +268,7 @@ def test_predicted_is_recorded_and_memory_is_counted(name: str, variant: str, ra
 
 @every
 def test_what_was_lent_is_given_back(name: str) -> None:
-    strategy = train(ALL[name], 3, steps=2)[0].strategy
+    strategy = train(ALL[name], 3)[0].strategy
     assert strategy.memory.now["activations"] == 0
     assert strategy.memory.now["buffers"] == 0
     assert strategy.memory.peak["activations"] > 0
@@ -290,11 +289,7 @@ def test_a_rogue_call_is_noticed(name: str) -> None:
 
 def bytes_of(name: str, ranks: int, **recipe: Any) -> float:
     """What a rank sends in a step on average, in units of the parameters; no small messages."""
-
-    def fn(comm: Communicator) -> Any:
-        return ALL[name](comm, model(), Recipe(**recipe))
-
-    strategy = collectives.run(fn, size=ranks)[0]
+    strategy = train(ALL[name], ranks, Recipe(**recipe), steps=1)[0].strategy
     calls = [c for c in strategy.step_traffic(RunSize(1, 1)) if c.phase not in ("loss", "norm")]
     whole_model = strategy.model.num_parameters * strategy.view.dtype.itemsize
     return float(sum(call.sent(ranks).bytes for call in calls) / ranks / whole_model)
