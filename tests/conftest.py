@@ -81,6 +81,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Two tests at a time, and clusters, start more ranks than there are cores, which Open MPI sees
     # only if they are of one job on one host.  A rank that waits then lets others compute.
     os.environ.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+    # A process that mpirun does not start would wait for a network for a second, see
+    # `leave_out_networks`.
+    os.environ.setdefault("OMPI_MCA_btl", "^ofi")
     # Proofs make millions of tuples and no cycles; looking for these took a sixth of the time.
     gc.set_threshold(50_000, 20, 100)
     if is_rank(config):

@@ -16,7 +16,7 @@ from collectives.arrays import HOST, LARGE, Array, Arrays, empty
 from collectives.runtime.checked import Comparison
 from collectives.runtime.numbering import ConcurrentCall
 from collectives.runtime.plan import Plan
-from collectives.runtime.pool import Kind
+from collectives.runtime.pool import Kind, MakeAtOnce
 from collectives.runtime.prepared import Prepared
 from collectives.runtime.work import Owner, Steps, Work, end_interrupted
 
@@ -53,6 +53,7 @@ class Repeat:
         "_empty",
         "_execution",
         "_forms",
+        "_idle",
         "_in_flight",
         "_kind",
         "_max_wait",
@@ -73,6 +74,8 @@ class Repeat:
         execution, target = kind.like, arrays.target
         assert execution is not None
         self._owner, self._kind, self._prepared = owner, kind, prepared
+        # What compiled code starts holds no arrays, so it comes back without `Kind.give`.
+        self._idle = kind.idle
         self._comparison, self._execution = comparison, execution
         self._in_flight, self._call_token = owner.transport.in_flight, owner.call_token
         self._compiled, self._at = execution.loop.run, execution.state_address
@@ -162,8 +165,8 @@ class Repeat:
 
     def _lent(self) -> Prepared:
         """Return the prepared call of blocking calls, which comes back when its run is complete."""
-        self._kind.idle.clear()
-        self._prepared.give = self._kind.give
+        self._idle.clear()
+        self._prepared.give = self._idle.append
         return self._prepared
 
     def _started_work(self, x: Array | None, result: Array | None) -> Work[Any]:
@@ -174,13 +177,15 @@ class Repeat:
         """Return the result of a call."""
         return None if self._result_form is None else out
 
-    def start(self, x: Array | None, out: Array | None, timeout: float | None) -> Any:
-        """Begin an asynchronous call; return MISFIT, without any effect, if arrays do not fit."""
-        return self._exclusively(self._start, x, out, timeout)
+    @property
+    def start(self) -> MakeAtOnce:
+        """What begins an asynchronous call; it returns MISFIT, as `call` does."""
+        return partial(self._exclusively, self._start)
 
-    def plan(self, x: Array | None, out: Array | None, timeout: float | None) -> Any:
-        """Make a plan; return MISFIT, without any effect, if the arrays do not fit."""
-        return self._exclusively(self._plan, x, out, timeout)
+    @property
+    def plan(self) -> MakeAtOnce:
+        """What makes a plan; it returns MISFIT, as `call` does."""
+        return partial(self._exclusively, self._plan)
 
     def _exclusively(
         self,
@@ -201,8 +206,7 @@ class Repeat:
         except IndexError:
             raise ConcurrentCall from None
         try:
-            idle = self._kind.idle
-            prepared = idle.pop() if idle else self._one_more(x, out)
+            prepared = self._idle.pop() if self._idle else self._one_more(x, out)
             return MISFIT if prepared is None else make(prepared, x, out, timeout)
         finally:
             self._call_token.append(token)
@@ -233,13 +237,13 @@ class Repeat:
             answer = self._compiled(execution.state_address, id(x), id(out), 0)
             if answer and execution.started(answer, x, out):
                 prepared.started_by_code()
-                prepared.give = self._kind.give
+                prepared.give = self._idle.append
                 work = Work.of(owner, prepared, x, result, timeout=limit)
                 return work.start(owner.thread, owner.thread_delay)
         except BaseException as error:
             end_interrupted(work or Work.of(owner, prepared, x, result), prepared, error)
             raise
-        self._kind.idle.append(prepared)
+        self._idle.append(prepared)
         return MISFIT if answer else Work.done(owner, result)
 
     def _start_watched(
@@ -248,9 +252,9 @@ class Repeat:
         """Begin an asynchronous call that is recorded."""
         owner, execution = self._owner, prepared.reusable
         if not execution.loop.fits(execution.state_address, id(x), id(out)):
-            self._kind.idle.append(prepared)
+            self._idle.append(prepared)
             return MISFIT
-        prepared.number, prepared.give = owner.numbering.next_number(), self._kind.give
+        prepared.number, prepared.give = owner.numbering.next_number(), self._idle.append
         execution.set_tag(prepared.number)
         work: Work[Any] = Work(owner, lambda _: one_run(prepared, x, self._result(out)), limit)
         return work.start(owner.thread, owner.thread_delay)
@@ -260,11 +264,11 @@ class Repeat:
     ) -> Any:
         owner, execution, result = self._owner, prepared.reusable, self._result(out)
         if timeout is not None or not execution.loop.fits(execution.state_address, id(x), id(out)):
-            self._kind.idle.append(prepared)
+            self._idle.append(prepared)
             return MISFIT
         number = owner.numbering.next_number()
         prepared.renumber(number)
-        plan = Plan(owner, prepared, partial(one_run, prepared), result, give=self._kind.give)
+        plan = Plan(owner, prepared, partial(one_run, prepared), result, give=self._idle.append)
         plan.let_code_start(Arrays(HOST, x, out), owner.numbering.async_tag(number))
         return plan
 

@@ -34,7 +34,10 @@ def test_only_ranks_of_one_open_mpi_host_leave_networks_out(
 
 
 @pytest.mark.ranks(n=2)
-def test_a_launched_rank_leaves_networks_out_before_mpi_starts(tmp_path: Path) -> None:
+def test_a_launched_rank_leaves_networks_out_before_mpi_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(CHOICE, raising=False)
     program = tmp_path / "program.py"
     program.write_text(
         "import os\n"
