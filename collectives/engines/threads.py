@@ -92,8 +92,10 @@ class World:
         self.threads: dict[int, int] = {}
         self.has_other_threads = False
         self.failure: CollectiveError | None = None
-        # The ranks of which a call has collected a message for another call, which can go on.
-        self.served = set[int]()
+        # How often a call of each rank has collected a message for another call of the rank, and
+        # how often that was when a thread last looked at the calls of a rank.
+        self.num_served = [0] * size
+        self._num_seen: dict[tuple[int, int], int] = {}
 
     def post(self, address: Address, data: Bytes) -> None:
         with self.lock:
@@ -112,6 +114,19 @@ class World:
             if not mailbox:
                 del self.mail[address]
             return data
+
+    def note_served(self, rank: int) -> None:
+        """Note that a call of a rank has collected a message for another call, which can go on."""
+        with self.lock:
+            self.num_served[rank] += 1
+            self.waiting.pop(rank, None)
+            self.arrived[rank].notify_all()
+
+    def _was_served(self, rank: int, thread: int) -> bool:
+        """Return whether that has happened since this thread last asked."""
+        before = self._num_seen.get((rank, thread), 0)
+        self._num_seen[rank, thread] = now = self.num_served[rank]
+        return now != before
 
     def leave(self, rank: int) -> None:
         """Note that the function of a rank has ended."""
@@ -135,7 +150,7 @@ class World:
                 self.has_other_threads |= is_other
                 self.waiting[rank] = wait
             try:
-                while not wait.can_move(self.mail):
+                while not (self._was_served(rank, this) or wait.can_move(self.mail)):
                     self._notice_deadlock()
                     if self.failure is not None:
                         raise self.failure
@@ -146,7 +161,8 @@ class World:
                     self.arrived[rank].wait(None if left == math.inf else left)
                 return True
             finally:
-                self.waiting.pop(rank, None)
+                if self.waiting.get(rank) is wait:
+                    del self.waiting[rank]
 
     def _notice_deadlock(self) -> None:
         """Fail if all running ranks wait, and none has a message where it waits."""
@@ -249,9 +265,6 @@ class ThreadTransport:
         )
 
     def pause(self, deadline: float | None, num_tries: int) -> None:
-        if self.world_rank in self.world.served:  # nobody has looked at that call since
-            self.world.served.discard(self.world_rank)
-            return
         wait = Wait(self.pending, self._waiters)
         self.world.wait_for_any(self.world_rank, wait, deadline)
 
@@ -318,7 +331,7 @@ class ThreadMessages:
         for one in list(pending) if self in pending else ():
             if one is self or not set(one.addresses()).isdisjoint(self.addresses()):
                 if one.collect(claimed) and one is not self:
-                    self._transport.world.served.add(self._transport.world_rank)
+                    self._transport.world.note_served(self._transport.world_rank)
                 claimed.update(one.addresses())
             if one is self:
                 break

@@ -74,7 +74,7 @@ class Repeat:
         execution, target = kind.like, arrays.target
         assert execution is not None
         self._owner, self._kind, self._prepared = owner, kind, prepared
-        # What compiled code starts holds no arrays, so it comes back without `Kind.give`.
+        # On the host, what compiled code starts holds no arrays and comes back without `Kind.give`.
         self._idle = kind.idle
         self._comparison, self._execution = comparison, execution
         self._in_flight, self._call_token = owner.transport.in_flight, owner.call_token
@@ -166,7 +166,7 @@ class Repeat:
     def _lent(self) -> Prepared:
         """Return the prepared call of blocking calls, which comes back when its run is complete."""
         self._idle.clear()
-        self._prepared.give = self._idle.append
+        self._prepared.give = self._kind.give
         return self._prepared
 
     def _started_work(self, x: Array | None, result: Array | None) -> Work[Any]:

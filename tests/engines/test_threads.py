@@ -41,19 +41,38 @@ def test_the_first_error_is_raised_and_frees_the_others() -> None:
     assert time.perf_counter() - begin < 5
 
 
-def test_a_rank_does_not_pause_when_a_call_has_collected_a_message_for_another_one() -> None:
+def test_no_thread_of_a_rank_pauses_when_a_call_has_collected_a_message_for_another_one() -> None:
     """Otherwise nobody would go on with the other one, and the ranks would seem deadlocked."""
     world = World(2)
     sender, receiver = (ThreadTransport(world, range(2), rank) for rank in range(2))
-    first, second = receiver.messages(tag=5), receiver.messages(tag=5)
-    for messages in (first, second):
+    calls = [receiver.messages(tag=5) for _ in range(3)]
+    for messages in calls:
         messages.receive(0, 0, np.empty(3, np.uint8))
-    sender.messages(tag=5).send(0, 1, np.arange(3, dtype=np.uint8))
-    assert not second.test(range(1), 1)  # the message is for the first
-    assert seconds_of(lambda: receiver.pause(deadline_in(5), 0)) < 1
-    assert first.test(range(1), 1)
-    assert seconds_of(lambda: receiver.pause(deadline_in(0.1), 0)) >= 0.1  # nothing is new
-    second.abandon()
+
+    def serve(number: int) -> None:
+        """Let the last call collect a message for the call of this number."""
+        sender.messages(tag=5).send(0, 1, np.arange(3, dtype=np.uint8))
+        assert not calls[-1].test(range(1), 1)
+        assert calls[number].test(range(1), 1)
+
+    def pause(seconds: float) -> float:
+        return seconds_of(lambda: receiver.pause(deadline_in(seconds), 0))
+
+    with ThreadPoolExecutor(1) as other:
+        serve(0)
+        assert pause(5) < 1 and other.submit(pause, 5).result() < 1
+        assert pause(0.1) >= 0.1 and other.submit(pause, 0.1).result() >= 0.1  # nothing is new
+        paused = other.submit(pause, 5)
+        assert poll_until(lambda: is_waiting(world, 1), deadline_in(5))
+        serve(1)
+        assert paused.result() < 4
+    calls[-1].abandon()
+
+
+def is_waiting(world: World, rank: int) -> bool:
+    """Whether a thread of a rank waits to be notified."""
+    with world.lock:
+        return bool(world.arrived[rank]._waiters)  # type: ignore[attr-defined]
 
 
 def seconds_of(action: Callable[[], object]) -> float:
