@@ -26,6 +26,7 @@ from tests import hygiene
 from tests.cluster.network import why_not
 from tests.running import durations, order
 from tests.running.budget import Budget, folder_of_places, number_of_places
+from tests.running.cores import Cores, number_of
 from tests.running.jobs import Jobs
 from tests.running.remaining import Remaining
 
@@ -89,6 +90,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if is_rank(config):
         return
     config.pluginmanager.register(Jobs(Budget(folder_of_places(), number_of_places())))
+    if hasattr(os, "sched_setaffinity"):
+        config.pluginmanager.register(Cores(number_of(os.environ.get("PYTEST_XDIST_WORKER", ""))))
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Remaining(config))
 

@@ -14,6 +14,7 @@ import pytest
 import collectives
 from collectives import CollectiveError, Communicator, Ledger
 from collectives.devices import clock as clock_module
+from collectives.devices import watch
 from collectives.devices.clock import Clock, TimedEvent
 from collectives.devices.driver import DriverError
 from collectives.diagnostics.ledger import Row
@@ -220,7 +221,9 @@ def test_a_clock_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_call_that_the_device_does_not_end_has_no_end() -> None:
+def test_a_call_that_the_device_does_not_end_has_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_SECONDS_TO_END", 0.5)
+
     def body(comm: Communicator) -> None:
         x, y = on_device(np.ones(12)), on_device(np.ones(12))
         comm.all_reduce(x, out=y)

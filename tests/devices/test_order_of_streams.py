@@ -191,7 +191,7 @@ def is_noticed(monkeypatch: pytest.MonkeyPatch, *names: str) -> bool:
     for seed in (2, 5, 8):  # of four ranks
         found = ""
         try:
-            run_programs(seed, 20, names or (*CALLS, "plan"), seconds=15)
+            run_programs(seed, 20, names or (*CALLS, "plan"), seconds=6)
         except (AssertionError, DriverError, CollectiveError) as error:
             # Perhaps of a wrong result, or of streams that wait for ever, which come of that.
             found = "\n".join([str(error), *gpu().violations])
