@@ -13,12 +13,14 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -152,8 +154,34 @@ def _once(kind: str, py_function: Any, signature: object, make: Callable[[], Any
         if key not in _compiled:
             if reason := why_unavailable():
                 raise RuntimeError(f"{name} cannot be compiled: {reason}")
-            _compiled[key] = make()
+            with _signals_deferred():
+                _compiled[key] = make()
         return _compiled[key]
+
+
+@contextmanager
+def _signals_deferred() -> Iterator[None]:
+    """Call signal handlers at the end, not in between.
+
+    LLVM calls functions of numba.  An exception that a handler raised there, such as
+    KeyboardInterrupt, would not reach the caller, and LLVM would crash.
+    """
+    if threading.current_thread() is not threading.main_thread():  # it calls no handlers
+        yield
+        return
+    noted: list[tuple[int, FrameType | None]] = []
+    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in signal.valid_signals()}
+
+    def call_handlers() -> None:
+        for number, frame in noted:
+            handlers[number](number, frame)
+
+    with ExitStack() as stack:
+        stack.callback(call_handlers)
+        for number in filter(lambda n: callable(handlers[n]), handlers):
+            stack.callback(signal.signal, number, handlers[number])
+            signal.signal(number, lambda *arrived: noted.append(arrived))
+        yield
 
 
 def _closure(py_function: Any) -> tuple[object, ...]:

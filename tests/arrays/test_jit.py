@@ -6,6 +6,7 @@ import ctypes
 import fcntl
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -53,6 +54,28 @@ def locked(path: Path, operation: int) -> Iterator[None]:
     with path.open("a") as file:
         fcntl.flock(file, operation | fcntl.LOCK_NB)
         yield
+
+
+def test_a_signal_interrupts_no_loading_and_is_handled_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """LLVM would crash if a handler raised an exception in one of numba's functions."""
+    right, loaded = jit._LockedCache.load_overload, list[bool]()
+
+    def load_overload(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        overload = right(*arguments)
+        loaded.append(True)
+        return overload
+
+    monkeypatch.setattr(jit._LockedCache, "load_overload", load_overload)
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        jit.pointer(adding(1), "int64(int64)")
+    assert loaded == [True]
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert called(jit.pointer(adding(1), "int64(int64)"), 2) == 3
+    assert loaded == [True]  # what was loaded then is kept
 
 
 def test_a_compiled_function_can_be_called_and_has_a_pointer() -> None:
