@@ -43,7 +43,7 @@ Expected = int | AtMost | None
 class Traffic(NamedTuple):
     """The expected traffic of all ranks together.
 
-    Parameters
+    Attributes
     ----------
     bytes, messages : int or AtMost, optional
         The expected numbers.  A number that is None is not checked.

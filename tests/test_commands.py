@@ -119,6 +119,7 @@ def test_a_command_without_json_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("line", NARROW)
+@pytest.mark.slow
 def test_text_is_80_columns_wide(
     line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

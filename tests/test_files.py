@@ -20,6 +20,7 @@ def test_a_good_file_is_read(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_a_changed_file_is_read_or_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
     faults = {seed: fault(kind, seed, tmp_path) for seed in SEEDS}
     assert {seed: fault for seed, fault in faults.items() if fault} == {}

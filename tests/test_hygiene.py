@@ -106,6 +106,7 @@ def written(directory: Path, program: str, *conftests: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_what_is_left_on_threads_is_noticed(tmp_path: Path) -> None:
     path = written(tmp_path, ON_THREADS, "tests.conftest")
     command = [sys.executable, *SUITE, path, "--rootdir", str(tmp_path)]

@@ -132,6 +132,7 @@ def test_pat_meets_the_bound_of_rounds_where_whole_halves_travel_together() -> N
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_no_algorithm_beats_a_bound(collective: str, name: str) -> None:
     entry = algorithms.info(collective, name)
     for p in filter(entry.serves, range(1, 65)):

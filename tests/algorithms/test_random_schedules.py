@@ -134,6 +134,7 @@ def mismatches(run: SymbolicRun, sizes: list[int], in_place: bool) -> list[str]:
 
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("collective", ["all_reduce", "reduce_scatter"])
+@pytest.mark.slow
 def test_plans_do_what_the_verifier_says(collective: str, in_place: bool) -> None:
     for seed in range(150):
         draw = random.Random(seed)

@@ -90,6 +90,7 @@ def fitting(kind: str) -> int:
     ("collective", "size", "more", "is_each_part"),
     pairwise(COLLECTIVES, SIZES, [-1, 0, 1], [False, True]),
 )
+@pytest.mark.slow
 def test_about_as_many_elements_as_a_segment_holds_give_the_serial_result(
     collective: str, size: int, more: int, is_each_part: bool
 ) -> None:
@@ -102,6 +103,7 @@ def test_about_as_many_elements_as_a_segment_holds_give_the_serial_result(
 
 @pytest.mark.parametrize("kind", ["uint8", "float16", "bfloat16"])
 @pytest.mark.parametrize("collective", REDUCTIONS)
+@pytest.mark.slow
 def test_small_elements_fill_segments(collective: str, kind: str) -> None:
     on_threads(
         [

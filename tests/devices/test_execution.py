@@ -712,6 +712,7 @@ def test_all_slots_are_given_back() -> None:
     run(body, 3)
 
 
+@pytest.mark.slow
 def test_ranks_may_run_plans_in_different_orders() -> None:
     def body(comm: Communicator) -> None:
         arrays = [on_device(np.full(6, float(k))) for k in range(32)]

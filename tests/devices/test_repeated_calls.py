@@ -144,6 +144,7 @@ def with_other_arrays(comm: Communicator) -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.slow
 def test_other_arrays_are_taken_over_without_a_meeting(size: int, records: list[int]) -> None:
     run(with_other_arrays, size)
     assert len(records) <= size * 5  # the links, and two algorithms, each apart and in place
@@ -369,6 +370,7 @@ def test_calls_of_one_kind_may_be_under_way_at_once() -> None:
 # Plans
 
 
+@pytest.mark.slow
 def test_ranks_may_repeat_plans_in_any_order() -> None:
     gpu().reset(seed=3, queue_length=8)
 
@@ -412,6 +414,7 @@ def test_a_failure_of_the_driver_in_compiled_code_is_raised(is_plan: bool) -> No
     assert any(run(body, 2))
 
 
+@pytest.mark.slow
 def test_a_freed_plan_gives_its_slot_back() -> None:
     def body(comm: Communicator) -> None:
         x = on_device(np.ones(3))

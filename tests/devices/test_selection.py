@@ -88,6 +88,7 @@ def made(comm: Communicator, x: Any, kind: str) -> Callable[[], Any]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("hosts", [(), (2,), (0, 1), (0, 1, 2, 3)])
 @pytest.mark.parametrize("check", [False, True])
+@pytest.mark.slow
 def test_all_ranks_run_the_same_algorithm(kind: str, hosts: tuple[int, ...], check: bool) -> None:
     """`hosts`: the ranks with arrays of the host, for which the others stage their messages."""
     runs = STAGED if hosts else DIRECT

@@ -184,6 +184,7 @@ def test_what_training_shows_is_what_the_command_prints(
     assert len(lines) > 5 and [line for line in lines if line not in printed] == []
 
 
+@pytest.mark.slow
 def test_the_simulated_collective_is_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -215,6 +216,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.slow
 def test_the_traffic_by_axis_is_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
     texts = blocks(PAGES_OF_TRAINING / "axes.md", "text")
     (shown,) = (text for text in texts if text.startswith("By axis"))

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(("kind", "num_ranks"), [("plan", 2), ("call", 3)])
+@pytest.mark.slow
 def test_an_operator_that_fails_half_way_leaves_nothing_under_way(
     kind: str, num_ranks: int
 ) -> None:

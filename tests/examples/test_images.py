@@ -135,12 +135,14 @@ def test_divided_gradients_and_parameters_train_as_one_rank(name: str, zero: int
         Images("swin", "stable", recompute=("merge1", "block*.attention")),
     ],
 )
+@pytest.mark.slow
 def test_every_gate_padding_way_and_recomputation_trains_as_one_rank(of: Images) -> None:
     check(setup_of(of, data=2, expert=2))
 
 
 @pytest.mark.parametrize("padding", ["none", "needed", "capacity"])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_ranks_may_have_micro_batches_without_rows(name: str, padding: str) -> None:
     """Of 5 images on 4 ranks, three ranks have one, which is in one of two micro-batches."""
     check(setup_of(Images(name, "switch", padding), data=2, expert=2)._replace(rows=5))
@@ -227,6 +229,7 @@ LEARNING = Recipe(dtype="float32", optimizer=partial(Adam, lr=0.01))
         partial(swin_moe, hidden=16, num_heads=(2, 2), patch=4, window=2),
     ],
 )
+@pytest.mark.slow
 def test_a_model_learns_the_shapes(make: Callable[..., Model]) -> None:
     """The loss of new images, a constant guess of which costs log 6 = 1.79 nats."""
     model = make(num_classes=len(images.CLASSES), num_experts=4)

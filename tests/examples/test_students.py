@@ -108,6 +108,7 @@ def phases(end: End) -> set[str]:
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_every_layout_trains_as_one_rank(axes: dict[str, int]) -> None:
     """Losses and parameters of 2 clipped steps; traffic and memory of each, to the byte."""
     ends = check_as_one_rank(setup_of(Student(), **axes))
@@ -118,6 +119,7 @@ def test_every_layout_trains_as_one_rank(axes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.slow
 def test_divided_gradients_and_parameters_train_as_one_rank(zero: int) -> None:
     check_as_one_rank(setup_of(Student(), zero, data=2, expert=2))
 

@@ -138,6 +138,7 @@ def test_what_peers_have_read_is_awaited_only_where_it_is_overwritten() -> None:
     assert lowered("ring", 8)[0].counts["await"] == 15
 
 
+@pytest.mark.slow
 def test_a_copy_of_no_bytes_is_left_out() -> None:
     for collective, name in EVERY:
         for case in cases(collective, name, [4], 12):
@@ -252,6 +253,7 @@ def is_noticed(right: LoweredCall, programs: Sequence[DeviceProgram]) -> bool:
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_every_await_taken_out_is_noticed(collective: str, name: str) -> None:
     rng = random.Random(name)
     for case in small_cases(collective, name):
@@ -264,6 +266,7 @@ def test_every_await_taken_out_is_noticed(collective: str, name: str) -> None:
 
 
 @each_algorithm
+@pytest.mark.slow
 def test_every_signal_taken_out_is_noticed(collective: str, name: str) -> None:
     """But for those after which a later signal lets the same awaits pass, only later."""
     rng = random.Random(name)

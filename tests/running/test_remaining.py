@@ -71,6 +71,7 @@ def test_it(seconds):
 """
 
 
+@pytest.mark.slow
 def test_lines_are_printed_between_quiet_ones_too(tmp_path: Path) -> None:
     """Of one process, whose durations are those that two processes show the share of."""
     (tmp_path / "conftest.py").write_text(PLUGIN)

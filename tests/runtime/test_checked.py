@@ -47,6 +47,7 @@ def told(body: Body, size: int, kind: type[Exception], check: Any = True) -> str
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+@pytest.mark.slow
 def test_every_rank_is_told_who_differs_in_what(mistake: Mistake, size: int) -> None:
     checked(lambda comm: noticed(comm, mistake), size)
 

@@ -65,6 +65,7 @@ SHOW = "import os; print(os.path.exists(os.environ['CUDA_MPS_PIPE_DIRECTORY'] + 
 
 
 @pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.slow
 def test_a_command_runs_beside_the_daemon_of_which_nothing_is_left(control, capfd, stays):
     log = control(stays=stays)
     assert mps.COMMAND.main(["60", "-c", SHOW]) == 0
@@ -72,12 +73,14 @@ def test_a_command_runs_beside_the_daemon_of_which_nothing_is_left(control, capf
     check_nothing_is_left(log)
 
 
+@pytest.mark.slow
 def test_the_status_is_that_of_the_command(control):
     log = control()
     assert mps.COMMAND.main(["60", "-c", "raise SystemExit(3)"]) == 3
     check_nothing_is_left(log)
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_too_long_is_ended(control, capfd):
     log = control()
     began = time.monotonic()
@@ -88,6 +91,7 @@ def test_a_command_that_takes_too_long_is_ended(control, capfd):
     check_nothing_is_left(log)
 
 
+@pytest.mark.slow
 def test_after_sigterm_nothing_is_left(control, tmp_path, monkeypatch):
     log, started = control(), tmp_path / "started"
     monkeypatch.undo()

@@ -54,6 +54,7 @@ def test_a_driver_without_a_gpu_is_an_error_of_the_same_kind(monkeypatch):
         collectives.run(lambda comm: device_namespace("cuda", comm), 1)
 
 
+@pytest.mark.slow
 def test_what_fails_does_not_keep_the_others_from_running(tmp_path, capsys):
     programs = {"good": "print('served')", "bad one": "1 / 0", "late": "import time; time.sleep(9)"}
     made = [Step(name, ["-c", code]) for name, code in programs.items()]

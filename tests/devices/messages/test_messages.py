@@ -628,6 +628,7 @@ def test_the_flight_recorder_shows_messages_as_enqueued_until_the_device_has_don
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_random_messages_arrive(seed: int) -> None:
     """Of all kinds and lengths, blocking and not, between any two ranks."""
     run(partial(random_messages, seed), 3)

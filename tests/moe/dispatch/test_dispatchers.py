@@ -134,6 +134,7 @@ def test_cheaper_dispatch_changes_from_weights_to_tokens() -> None:
 
 
 @pytest.mark.parametrize(("name", "size", "dtype"), pairwise(GATES, SIZES, CLOSE))
+@pytest.mark.slow
 def test_gathered_weights_are_as_on_one_rank(name: str, size: int, dtype: str) -> None:
     setup = Setup(name, size=size, dtype=dtype)
     found = check_all(setup._replace(dispatch="weights"), alone(setup), dtype)
@@ -245,6 +246,7 @@ def predicted(table: TrafficTable) -> Sent:
 
 @pytest.mark.parametrize("per_host", [None, 2])
 @pytest.mark.parametrize("name", ["switch", "stable"])
+@pytest.mark.slow
 def test_moving_one_token_changes_exactly_its_bytes(name: str, per_host: int | None) -> None:
     """To every other expert: in each exchange of forward and backward; then the check fails."""
     setup = Setup(name, 8, size=4)

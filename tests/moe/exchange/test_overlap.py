@@ -93,6 +93,7 @@ def test_ranks_wait_equally_often(dispatch: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.slow
 def test_layers_that_run_again_equal_one_rank(schedule: str) -> None:
     """Blocks keep their inputs; what a backward computes again is counted in order too."""
     ends = check(overlapped(schedule, Again(blocks=4), expert=2))

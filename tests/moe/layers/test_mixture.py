@@ -81,6 +81,7 @@ def test_groups_of_several_rows_are_as_on_one_rank(padding: str, size: int) -> N
 
 
 @pytest.mark.parametrize("setup", [*map(Setup, GATES), GROUPS_OF_TWO], ids=label)
+@pytest.mark.slow
 def test_routing_is_the_same_for_all_ranks_and_micro_batches(setup: Setup) -> None:
     """The SHA-256 of (token, expert, slot, dropped) over the batch, in all 15 combinations."""
     wanted = digests([alone(setup).log], CONTEXT)
@@ -136,6 +137,7 @@ DERIVATIVES = [
 
 
 @pytest.mark.parametrize(("setup", "what"), DERIVATIVES, ids=label)
+@pytest.mark.slow
 def test_derivatives_are_those_of_finite_differences(setup: Setup, what: str) -> None:
     """By every element, of the outputs and of the auxiliary losses together."""
     layer = setup.make(None, RoutingLog())
@@ -225,6 +227,7 @@ def loads_of(setup: Setup) -> Any:
     + [(ALL_TO_ONE[0], {"padding": "capacity"})],
     ids=label,
 )
+@pytest.mark.slow
 def test_all_tokens_may_go_to_one_expert(setup: Setup, way: dict[str, Any], size: int) -> None:
     """With one choice, the other experts have no tokens; with two, they have the second choices.
 

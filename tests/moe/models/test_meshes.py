@@ -13,6 +13,7 @@ WEIGHTS = {"data": 1, "model": 4, "model-data": 2, "expert-data": 4, "expert-mod
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.slow
 def test_ranks_divide_rows_and_weights_as_the_paper_says(name: str) -> None:
     """4 ranks train as one rank does; the paper's figure says how many parts there are."""
     ends = check(setup_of(Mixture("switch"), **layout(name, 4, 2)))

@@ -175,6 +175,7 @@ def test_a_layer_sends_what_is_said(axes: dict[str, int], per_host: int, options
 
 
 @pytest.mark.parametrize("gate", GATES)
+@pytest.mark.slow
 def test_every_gate_sends_what_is_said(gate: str) -> None:
     compare(step_of(routed(gate), gate), {"data": 2, "expert": 4}, 2)
 

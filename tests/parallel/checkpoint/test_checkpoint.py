@@ -211,6 +211,7 @@ def interrupted(
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.slow
 def test_training_goes_on_to_the_last_bit(tmp_path: Path, name: str, dtype: str) -> None:
     one, other = interrupted(tmp_path, *KINDS[name], dtype)
     assert one == other

@@ -52,6 +52,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize("number", range(len(LAYOUTS)))
+@pytest.mark.slow
 def test_a_checkpoint_of_one_layout_is_loaded_with_the_next(number: int, tmp_path: Path) -> None:
     """And saved again: one rank reads the same bytes in both."""
     saved, loaded = LAYOUTS[number], LAYOUTS[(number + 1) % len(LAYOUTS)]

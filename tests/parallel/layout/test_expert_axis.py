@@ -133,6 +133,7 @@ def setup_of(axes: Axes, sharding: str = "ddp", **options: Any) -> Setup:
 @pytest.mark.parametrize(
     ("axes", "sharding", "optimizer"), pairwise(LAYOUTS, SHARDINGS, OPTIMIZERS), ids=str
 )
+@pytest.mark.slow
 def test_losses_and_parameters_are_those_of_one_rank(
     axes: Axes, sharding: str, optimizer: str
 ) -> None:

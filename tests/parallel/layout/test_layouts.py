@@ -218,6 +218,7 @@ def test_every_schedule_trains_as_one_rank(name: str, layout: tuple[int, int, in
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("name", ["gpipe", "zb-v", "dualpipe"])
+@pytest.mark.slow
 def test_zero_beside_a_pipeline_trains_as_one_rank(name: str, stage: int) -> None:
     """Gradients are summed, and parameters gathered, for each micro-batch."""
     recipe = Recipe(num_micro_batches=4, clip=CLIP)
@@ -279,6 +280,7 @@ def test_a_message_more_than_predicted_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1", "zb-v", "dualpipe"])
+@pytest.mark.slow
 def test_live_activations_are_those_of_the_simulator(name: str) -> None:
     """Of P = 4 and m = 8; until the second half of backward, as rests are kept so long."""
     most: dict[int, int] = {}

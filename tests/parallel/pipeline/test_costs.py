@@ -15,6 +15,7 @@ TIMES = [Times(f, i, w) for f, i, w in product((1, 2, 3), (1, 2, 3), (1, 2))]
 
 
 @each_schedule
+@pytest.mark.slow
 def test_the_bubble_is_that_of_the_formula(name: str) -> None:
     formula, num_checked = SCHEDULES[name].bubble, 0
     for schedule in of_all_sizes(name, range(1, 7)):
@@ -132,6 +133,7 @@ def test_published_bubbles_of_pairs_are_those_of_pairs_that_save_nothing(name: s
 
 
 @each_schedule
+@pytest.mark.slow
 def test_each_rank_keeps_as_much_as_the_formula_says(name: str) -> None:
     kept, num_checked = SCHEDULES[name].kept, 0
     for schedule in of_all_sizes(name):
@@ -147,6 +149,7 @@ def test_each_rank_keeps_as_much_as_the_formula_says(name: str) -> None:
 
 
 @each_schedule
+@pytest.mark.slow
 def test_as_many_messages_are_sent_as_the_formula_says(name: str) -> None:
     for schedule in of_all_sizes(name):
         wanted = SCHEDULES[name].messages.of(*case(schedule), 0)

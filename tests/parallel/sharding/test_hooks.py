@@ -174,6 +174,7 @@ def exact(gradient: Gradient, size: int, step: int = 0) -> Any:
         (3, "float16"),
     ],
 )
+@pytest.mark.slow
 def test_hooks_send_what_is_predicted(name: str, size: int, dtype: str) -> None:
     """To the byte, whether parameters are alone in their bucket or not."""
     bucket_bytes = BUCKET * dtype_of(dtype).itemsize

@@ -52,6 +52,7 @@ def simulated(
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize(("every", "lr", "momentum"), [(1, 1.0, 0.0), (2, 0.7, 0.9), (3, 0.5, 0.5)])
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.slow
 def test_ranks_that_train_alone_equal_the_simulation(
     ranks: int, every: int, lr: float, momentum: float, num_micro_batches: int
 ) -> None:

@@ -169,6 +169,7 @@ def test_wherever_a_rank_dies_the_others_end_as_those_would_whom_it_left_there(
 
 @pytest.mark.parametrize("losers", [[], [1], [1, 2]], ids=str)
 @pytest.mark.parametrize("call", range(8))
+@pytest.mark.slow
 def test_another_rank_may_die_while_the_others_recover_or_after(
     call: int, losers: list[int]
 ) -> None:

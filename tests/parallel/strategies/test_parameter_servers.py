@@ -465,6 +465,7 @@ def test_a_negative_bound_is_refused() -> None:
     ],
     ids=["float64", "float32", "float16"],
 )
+@pytest.mark.slow
 def test_parameter_servers_send_what_is_predicted(make: Make, ranks: int, recipe: Recipe) -> None:
     assert "two columns compared" in checked(train(make, ranks, recipe, steps=2))
 

@@ -32,6 +32,7 @@ def setup_of(axes: dict[str, int], rate: float = 0.3, **model: Any) -> Setup:
 
 
 @pytest.mark.parametrize("axes", LAYOUTS)
+@pytest.mark.slow
 def test_training_with_dropout_is_as_on_one_rank(axes: dict[str, int]) -> None:
     """Losses and parameters, traffic and memory of 4 steps."""
     check_as_one_rank(setup_of(axes))

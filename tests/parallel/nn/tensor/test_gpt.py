@@ -111,6 +111,7 @@ def calls_of(model: Model, specs: list[ArraySpec]) -> list[Any]:
 @each_form
 @pytest.mark.parametrize("tensor", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.slow
 def test_loss_gradients_bytes_and_calls_are_those_of_one_rank_and_formulas(
     tensor: int, is_tied: bool, form: str | None
 ) -> None:
@@ -201,6 +202,7 @@ def test_another_form_of_sequence_parallelism_is_refused() -> None:
 
 @each_form
 @pytest.mark.parametrize("int8", [None, "rowwise"])
+@pytest.mark.slow
 def test_on_a_device_the_bits_are_the_same(form: str | None, int8: str | None) -> None:
     """No array crosses to the host on the way; messages are those of the library."""
 
