@@ -1,4 +1,4 @@
-"""A test that starts no job runs on one core.
+"""A test that starts neither a job nor a browser runs on one core.
 
 Its ranks are threads, of which Python runs one at a time.  On several cores each turn of a thread
 wakes another core, and the same tests take up to half as long again.
@@ -15,7 +15,7 @@ from tests.running.jobs import ranks_of
 
 
 class Cores:
-    """The plugin: a test has one core, or all of them if it starts a job.
+    """The plugin: a test has one core, or all of them if it starts other processes.
 
     Parameters
     ----------
@@ -29,7 +29,8 @@ class Cores:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        os.sched_setaffinity(0, self._all if ranks_of(item) else self._one)
+        starts_others = ranks_of(item) or item.get_closest_marker("site")
+        os.sched_setaffinity(0, self._all if starts_others else self._one)
         try:
             return (yield)
         finally:
