@@ -18,9 +18,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -169,18 +168,12 @@ def _signals_deferred() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # it calls no handlers
         yield
         return
-    noted: list[tuple[int, FrameType | None]] = []
-    handlers: dict[int, Any] = {n: signal.getsignal(n) for n in signal.valid_signals()}
-
-    def call_handlers() -> None:
-        for number, frame in noted:
-            handlers[number](number, frame)
-
-    with ExitStack() as stack:
-        stack.callback(call_handlers)
-        for number in filter(lambda n: callable(handlers[n]), handlers):
-            stack.callback(signal.signal, number, handlers[number])
-            signal.signal(number, lambda *arrived: noted.append(arrived))
+    with ExitStack() as noted, ExitStack() as restored:  # the noted ones are called last
+        for number in signal.valid_signals():
+            handler: Any = signal.getsignal(number)
+            if callable(handler):
+                restored.callback(signal.signal, number, handler)
+                signal.signal(number, partial(noted.callback, handler))
         yield
 
 

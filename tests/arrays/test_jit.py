@@ -78,6 +78,24 @@ def test_a_signal_interrupts_no_loading_and_is_handled_after_it(
     assert loaded == [True]  # what was loaded then is kept
 
 
+def test_each_of_several_signals_is_handled_though_one_handler_raises() -> None:
+    handled = list[int]()
+
+    def receive_all() -> None:
+        with jit._signals_deferred():
+            for number in (signal.SIGUSR2, signal.SIGINT, signal.SIGUSR2):
+                signal.raise_signal(number)
+            assert handled == []
+
+    before = signal.signal(signal.SIGUSR2, lambda number, _: handled.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            receive_all()
+        assert handled == [signal.SIGUSR2] * 2
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_a_compiled_function_can_be_called_and_has_a_pointer() -> None:
     assert jit.why_unavailable() is None
     assert jit.function(adding(1), "int64(int64)")(2) == 3
